@@ -1,0 +1,184 @@
+"""The implementations behind the op. A backend's package is imported when it is first run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from m3compile.attention.reference import attend_segments
+from m3compile.config.backends import BACKENDS, attention_choices
+from m3compile.errors import ConfigError, DependencyError
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def run_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, backend: str, zero_padding: bool = True
+) -> Tensor:
+    """The op's CPU kernel: `TORCH_SDPA`, which always zeroes padding."""
+    if backend != "TORCH_SDPA":
+        raise ConfigError(f"attention backend {backend} does not run on cpu; use TORCH_SDPA")
+    return attend_segments(q, k, v, cu_seqlens)
+
+
+def run_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, backend: str, zero_padding: bool = True
+) -> Tensor:
+    """The op's CUDA kernel: the named implementation, then zeros past the last segment."""
+    out = implementation(backend)(q, k, v, cu_seqlens)
+    if zero_padding and backend != "TORCH_SDPA":
+        rows = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
+        # Not a product with the mask: what lies there may be NaN.
+        out.masked_fill_((rows >= cu_seqlens[-1])[:, None, None], 0)
+    return out
+
+
+@functools.cache
+def implementation(backend: str) -> Attend:
+    """Import the package of a backend and return its kernel call.
+
+    Raises:
+        ConfigError: there is no such backend.
+        DependencyError: its package is not installed, or does not import.
+    """
+    if backend == "TORCH_SDPA":
+        return attend_segments
+    if backend == "FLASH_ATTN":
+        return _first_installed("FLASH_ATTN")
+    if backend not in _LOADERS:
+        raise ConfigError(
+            f"attention backend is {backend!r}; allowed: {', '.join(attention_choices()[1:])}"
+        )
+    try:
+        return _LOADERS[backend]()
+    except ImportError as error:
+        packages = " or ".join(BACKENDS[backend].distributions)
+        raise DependencyError(
+            f"attention backend {backend} needs the package {packages}, which does not import "
+            f"here: {error}"
+        ) from error
+
+
+def _first_installed(family: str) -> Attend:
+    for facts in BACKENDS.values():
+        if facts.family == family:
+            try:
+                return implementation(facts.name)
+            except DependencyError:
+                continue
+    raise ConfigError(f"no implementation of attention {family} is installed")
+
+
+def _load_flash_attn_4() -> Attend:
+    interface = importlib.import_module("flash_attn.cute.interface")
+    varlen = interface.flash_attn_varlen_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        rows = q.shape[0]
+        result = varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=rows,
+            max_seqlen_k=rows,
+            num_splits=1,
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    return attend
+
+
+def _load_flash_attn_3() -> Attend:
+    forward = _flash_attn_3_op()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        rows = q.shape[0]
+        # One split of the keys: with more, the result would depend on the whole batch.
+        return forward(
+            q,
+            k,
+            v,
+            out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=rows,
+            max_seqlen_k=rows,
+            softmax_scale=q.shape[2] ** -0.5,
+            num_splits=1,
+        )[0]
+
+    return attend
+
+
+def _flash_attn_3_op() -> Callable[..., tuple[Tensor, ...]]:
+    """The op under FlashAttention 3's Python wrapper, which would copy the result."""
+    for module, namespace in (
+        ("fa3_fwd_interface", "fa3_fwd"),
+        ("flash_attn_interface", "flash_attn_3"),
+    ):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            continue
+        return getattr(torch.ops, namespace).fwd  # type: ignore[no-any-return]
+    raise ImportError("neither fa3_fwd_interface nor flash_attn_interface is installed")
+
+
+def _load_flash_attn_2() -> Attend:
+    varlen = importlib.import_module("flash_attn").flash_attn_varlen_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        rows = q.shape[0]
+        return varlen(q, k, v, cu_seqlens, cu_seqlens, rows, rows)  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _load_flash_attn_torch() -> Attend:
+    forward = torch.ops.aten._flash_attention_forward.default
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        rows = q.shape[0]
+        return forward(  # type: ignore[no-any-return]
+            q, k, v, cu_seqlens, cu_seqlens, rows, rows, 0.0, False, False, scale=q.shape[2] ** -0.5
+        )[0]
+
+    return attend
+
+
+def _load_aiter() -> Attend:
+    varlen = importlib.import_module("aiter").flash_attn_varlen_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        rows = q.shape[0]
+        return varlen(  # type: ignore[no-any-return]
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=rows,
+            max_seqlen_k=rows,
+            dropout_p=0.0,
+            softmax_scale=q.shape[2] ** -0.5,
+            causal=False,
+        )
+
+    return attend
+
+
+_LOADERS: dict[str, Callable[[], Attend]] = {
+    "FLASH_ATTN_4": _load_flash_attn_4,
+    "FLASH_ATTN_3": _load_flash_attn_3,
+    "FLASH_ATTN_2": _load_flash_attn_2,
+    "FLASH_ATTN_TORCH": _load_flash_attn_torch,
+    "ROCM_AITER_FA": _load_aiter,
+}

@@ -1,0 +1,91 @@
+"""Choosing a backend at build time: the fastest installed one that proves right."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from torch import Tensor
+
+from m3compile.attention.backends import implementation, run_on_cuda
+from m3compile.attention.reference import attend_segments
+from m3compile.config.backends import BackendFacts, candidates
+from m3compile.errors import DependencyError, OperationError
+
+# FlashAttention in bf16 lands near 3e-3 of fp32; an error of boundaries or scale is of order 1.
+_SELF_CHECK_ERROR = 2e-2
+
+
+def choose_backend(
+    name: str, device: str, dtype: str, *, captured: bool, num_heads: int, head_dim: int
+) -> tuple[str, str]:
+    """Resolve a backend's name to one implementation.
+
+    On a GPU every installed candidate is checked against plain fp32 attention, and the fastest of
+    those that pass is taken.
+
+    Args:
+        name: what the user asked for, `auto` included.
+        device, dtype: where and in what it will run.
+        captured: whether CUDA graphs will be captured.
+        num_heads, head_dim: of the tower.
+
+    Returns:
+        The implementation's name, and a sentence saying why it was chosen.
+
+    Raises:
+        ConfigError: no implementation of that name can serve; with the reason.
+        OperationError: those that could are not installed, or none proved right.
+    """
+    found = candidates(name, device, dtype, captured=captured)
+    if device == "cpu":
+        return found[0].name, "the one that runs on cpu"
+    times: dict[str, float] = {}
+    reasons: list[str] = []
+    for facts in found:
+        try:
+            times[facts.name] = _check_and_time(facts, dtype, num_heads, head_dim)
+        except (DependencyError, OperationError, RuntimeError) as error:
+            reasons.append(f"{facts.name}: {str(error).splitlines()[0]}")
+    if not times:
+        raise OperationError(f"no attention backend for {name} works here: " + "; ".join(reasons))
+    best = min(times, key=times.__getitem__)
+    shown = ", ".join(f"{key} {value * 1000:.0f} us" for key, value in times.items())
+    rejected = f"; not usable: {'; '.join(reasons)}" if reasons else ""
+    return best, f"fastest that passed its self-check ({shown}{rejected})"
+
+
+def _check_and_time(facts: BackendFacts, dtype: str, num_heads: int, head_dim: int) -> float:
+    """Milliseconds of one call on 2,048 rows; raises OperationError where the result is wrong."""
+    implementation(facts.name)
+    q, k, v, cu_seqlens = self_check_inputs(2048, num_heads, head_dim, getattr(torch, dtype))
+    got = run_on_cuda(q, k, v, cu_seqlens, facts.name)
+    expected = attend_segments(q.float(), k.float(), v.float(), cu_seqlens)
+    error = float((got.float() - expected).norm() / expected.norm())
+    if not error <= _SELF_CHECK_ERROR:
+        raise OperationError(
+            f"differs from plain attention by {error:.1e}; allowed: {_SELF_CHECK_ERROR:.0e}"
+        )
+    samples = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            run_on_cuda(q, k, v, cu_seqlens, facts.name, False)
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 10)
+    return statistics.median(samples)
+
+
+def self_check_inputs(
+    num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random q, k, v and uneven segments: empty ones, and padding of NaN behind the last."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (3, num_rows, num_heads, head_dim)
+    q, k, v = torch.randn(shape, generator=generator, device="cuda").to(dtype).unbind(0)
+    bounds = [0, 4, 4, 260, 324, num_rows // 2, num_rows - 100, num_rows - 100]
+    # Only q: kernels over-read keys and values past a segment's end, so callers keep those finite.
+    q[bounds[-1] :] = float("nan")
+    return q, k, v, torch.tensor(bounds, dtype=torch.int32, device="cuda")

@@ -1,0 +1,126 @@
+"""The encoder as a module: what is traced, and the eager reference.
+
+Shape legend: P patch rows of a run (padding included), S slots of the segment table,
+H hidden size, D head_dim, O output size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from m3compile.attention import varlen_attention
+from m3compile.config import TowerConfig
+from m3compile.geometry import locate_rows, rotary_tables, rotate
+
+
+class Mlp(nn.Module):
+    """`fc2(gelu(fc1(x)))` with the exact (erf) GELU."""
+
+    def __init__(self, in_size: int, hidden_size: int, out_size: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_size, hidden_size)
+        self.fc2 = nn.Linear(hidden_size, out_size)
+
+    def forward(self, x: Tensor, poison: Tensor | None = None) -> Tensor:
+        """(..., in_size) to (..., out_size); rows where `poison` (..., 1) is true become NaN."""
+        hidden = functional.gelu(self.fc1(x))
+        if poison is not None:
+            # Before the product, where the pass over GELU carries it for free: a NaN row of the
+            # left operand makes that row of the product NaN, and no other.
+            hidden = hidden.masked_fill(poison, float("nan"))
+        return self.fc2(hidden)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: TowerConfig, backend: str) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.head_shape = (3, config.num_attention_heads, config.head_dim)
+        self.backend = backend
+        self.norm1 = nn.LayerNorm(size, eps)
+        self.qkv = nn.Linear(size, 3 * size)
+        self.out_proj = nn.Linear(size, size)
+        self.norm2 = nn.LayerNorm(size, eps)
+        self.fc1 = nn.Linear(size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, size)
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor, is_real: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """(P, H) to (P, H)."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(1, self.head_shape).unbind(1)
+        attended = varlen_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens, self.backend, False
+        )
+        # Attention may leave padding rows unwritten. Dropping them here, in a pass that runs
+        # anyway, keeps the residual of padding finite, and with it the keys and values that the
+        # next layer's kernels over-read.
+        x = x + self.out_proj(attended.flatten(1)).masked_fill(~is_real[:, None], 0)
+        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+
+
+class Tower(nn.Module):
+    """Vision tower, projector and patch merge, with the geometry inside.
+
+    Args:
+        config: sizes.
+        backend: the attention op's backend.
+    """
+
+    def __init__(self, config: TowerConfig, backend: str) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=False)
+        self.pre_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.layers = nn.ModuleList(
+            Block(config, backend) for _ in range(config.num_hidden_layers)
+        )
+        projector, output = config.projector_hidden_size, config.output_size
+        self.projector = Mlp(config.hidden_size, projector, output)
+        self.merger = Mlp(config.merged_size, projector, output)
+        # A parameter, not a buffer: a compiled package that lacks a buffer crashes at its first
+        # call instead of refusing to load.
+        self.inverse_frequency = nn.Parameter(
+            torch.empty(config.axis_dim // 2, dtype=torch.float32), requires_grad=False
+        )
+
+    def forward(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode one run.
+
+        Args:
+            pixel_values: (P, patch_dim) in the weights' dtype; P a multiple of 4. Rows past the
+                last segment may hold anything.
+            segments: (S, 3) int32 `t, h, w`; zero rows are unused.
+
+        Returns:
+            embeddings: (P / 4, O) in the weights' dtype. A segment with a non-finite pixel is NaN
+                throughout; rows past the last segment are unspecified.
+            is_nonfinite: (S,) bool, the segments that had a non-finite pixel.
+        """
+        hidden, segment_of_row, is_nonfinite = self.features(pixel_values, segments)
+        merged = self.projector(hidden).unflatten(0, (-1, self.config.patches_per_token))
+        token_segment = segment_of_row.unflatten(0, (-1, self.config.patches_per_token))[:, 0]
+        poison = is_nonfinite[token_segment][:, None]
+        return self.merger(merged.flatten(1), poison), is_nonfinite
+
+    def features(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The last hidden state (P, H), each row's slot (P,) and the non-finite slots (S,)."""
+        geometry = locate_rows(segments, pixel_values.shape[0])
+        cos, sin = rotary_tables(geometry.positions, self.inverse_frequency)
+
+        x = self.pre_norm(self.patch_embed(pixel_values))
+        # A non-finite pixel makes its own row of the product non-finite, and no other; so does a
+        # finite one that overflows it. Zeroed before attention, where rows would meet.
+        is_finite = x.isfinite().all(1)
+        x = x.masked_fill(~(geometry.is_real & is_finite)[:, None], 0)
+        slots = torch.arange(segments.shape[0], device=segments.device)
+        is_bad_row = geometry.is_real & ~is_finite
+        is_nonfinite = ((geometry.segment_of_row[:, None] == slots) & is_bad_row[:, None]).any(0)
+
+        for layer in self.layers:
+            x = layer(x, geometry.cu_seqlens, geometry.is_real, cos, sin)
+        return x, geometry.segment_of_row, is_nonfinite
