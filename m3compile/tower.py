@@ -76,9 +76,7 @@ class Tower(nn.Module):
         self.config = config
         self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=False)
         self.pre_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.layers = nn.ModuleList(
-            Block(config, backend) for _ in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(Block(config, backend) for _ in range(config.num_hidden_layers))
         projector, output = config.projector_hidden_size, config.output_size
         self.projector = Mlp(config.hidden_size, projector, output)
         self.merger = Mlp(config.merged_size, projector, output)
@@ -124,3 +122,16 @@ class Tower(nn.Module):
         for layer in self.layers:
             x = layer(x, geometry.cu_seqlens, geometry.is_real, cos, sin)
         return x, geometry.segment_of_row, is_nonfinite
+
+
+def make_tower(config: TowerConfig, state: dict[str, Tensor], backend: str) -> Tower:
+    """The tower with its weights, for tracing or as the eager reference.
+
+    Args:
+        state: every parameter by the tower's names. Shared with the module.
+        backend: the attention op's backend.
+    """
+    with torch.device("meta"):
+        tower = Tower(config, backend)
+    tower.load_state_dict(state, assign=True)
+    return tower.eval().requires_grad_(False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,7 +15,7 @@ def attend_segments(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tens
     """
     out = q.new_zeros(q.shape)
     bounds = cu_seqlens.tolist()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         if end > start:
             # (1, heads, length, head_dim): the layout the kernels take.
             parts = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))

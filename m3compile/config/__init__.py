@@ -9,8 +9,9 @@ from m3compile.config.build import (
     build_config_from_mapping,
     load_build_config,
 )
+from m3compile.config.checkpoint_config import tower_config_from_checkpoint
 from m3compile.config.preprocess import PreprocessConfig, preprocess_config_from_mapping
-from m3compile.config.tower import TINY, TowerConfig, tower_config_from_checkpoint
+from m3compile.config.tower import TINY, TowerConfig
 
 __all__ = [
     "ATTENTION_NAMES",

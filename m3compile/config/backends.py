@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from m3compile.config.shown import shown
 from m3compile.errors import ConfigError
 
 
@@ -54,9 +55,7 @@ BACKENDS: dict[str, BackendFacts] = {
             dtypes=_HALF,
             distributions=("flash-attn",),
         ),
-        BackendFacts(
-            name="FLASH_ATTN_TORCH", family="FLASH_ATTN", devices=("cuda",), dtypes=_HALF
-        ),
+        BackendFacts(name="FLASH_ATTN_TORCH", family="FLASH_ATTN", devices=("cuda",), dtypes=_HALF),
         BackendFacts(
             name="ROCM_AITER_FA",
             family="ROCM_AITER_FA",
@@ -109,25 +108,33 @@ def candidates(name: str, device: str, dtype: str, *, captured: bool) -> tuple[B
     Raises:
         ConfigError: `name` is unknown, or cannot serve there; with the reason and the way out.
     """
+    if device not in _WAY_OUT:
+        raise ConfigError(f"device is {shown(device)}; allowed: {', '.join(_WAY_OUT)}")
+    known = attention_choices()
+    if name not in known and name not in tuple(REFUSED_BACKENDS):
+        raise ConfigError(f"attention is {shown(name)}; allowed: {', '.join(known)}")
     way_out = _WAY_OUT[device]
     if name in REFUSED_BACKENDS:
         raise ConfigError(f"attention {name} is refused: {REFUSED_BACKENDS[name]}; {way_out}")
-    if name not in attention_choices():
-        raise ConfigError(
-            f"attention is {name!r}; allowed: {', '.join(attention_choices())}"
-        )
-    named = [facts for facts in BACKENDS.values() if name in ("auto", facts.name, facts.family)]
-    reasons = []
     accepted = []
-    for facts in named:
+    refusals: list[str] = []
+    for facts in BACKENDS.values():
+        if name not in ("auto", facts.family, facts.name):
+            continue
         if device not in facts.devices:
-            reasons.append(f"it does not run on {device}")
+            refusals.append(f"it does not run on {device}; {way_out}")
         elif dtype not in facts.dtypes:
-            reasons.append(f"it does not compute in {dtype} (only {', '.join(facts.dtypes)})")
+            # Said first: for `auto` it is the one refusal that another choice of dtype lifts.
+            other = ", or TORCH_SDPA with capture: never" if device == "cuda" else ""
+            refusals.insert(
+                0,
+                f"it does not compute in {shown(dtype)} (only {', '.join(facts.dtypes)}); "
+                f"use dtype bfloat16{other}",
+            )
         elif device == "cuda" and captured and facts.capture_refusal:
-            reasons.append(facts.capture_refusal)
+            refusals.append(f"{facts.capture_refusal}; {way_out}, or capture: never")
         else:
             accepted.append(facts)
     if not accepted:
-        raise ConfigError(f"attention {name} is refused: {reasons[0]}; {way_out}")
+        raise ConfigError(f"attention {name} is refused: {refusals[0]}")
     return tuple(accepted)

@@ -7,16 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from m3compile.config.backends import REFUSED_BACKENDS, attention_choices
-from m3compile.errors import ConfigError, InputNotFoundError
+from m3compile.config.shown import shown
+from m3compile.config.yaml_file import read_yaml_mapping
+from m3compile.errors import ConfigError
 
 DEVICES = ("cuda", "cpu")
 DTYPES = ("float32", "bfloat16")
 ENGINES = ("aoti", "reduce-overhead")
 CAPTURES = ("load", "lazy", "never")
 ATTENTION_NAMES = attention_choices()
+
+# Per key the values it may have; None where the machine may decide.
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "device": (None, *DEVICES),
+    "dtype": (None, *DTYPES),
+    "engine": ENGINES,
+    "capture": CAPTURES,
+    # The refused ones pass here: the reason, and the way out for the device, come later.
+    "attention": (*ATTENTION_NAMES, *REFUSED_BACKENDS),
+    "attention_dtype": (None, *DTYPES, "fp8"),
+}
 
 # One run's limit: kernels index with 32 bits.
 MAX_PATCHES = 65_536
@@ -58,30 +70,19 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def load_build_config(path: Path, overrides: Mapping[str, Any] | None = None) -> BuildConfig:
-    """Read a build config file; `overrides` (from flags) win over its keys.
+    """Read a build config file; `overrides` win over its keys.
+
+    Args:
+        path: the YAML file.
+        overrides: values of flags by key; None is a flag that was not given.
 
     Raises:
         ConfigError: the file is not YAML, has an unknown key or an impossible value.
         InputNotFoundError: there is no such file.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputNotFoundError(f"build config {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"build config {path} cannot be read: {error}") from None
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        detail = " ".join(str(error).split())
-        raise ConfigError(f"build config {path} is not valid YAML: {detail}") from None
-    if document is None:
-        document = {}
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"build config {path} holds a {type(document).__name__}; expected keys with values"
-        )
-    return build_config_from_mapping({**document, **(overrides or {})}, str(path))
+    document = read_yaml_mapping(path)
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    return build_config_from_mapping({**document, **given}, str(path))
 
 
 def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildConfig:
@@ -94,45 +95,33 @@ def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildCo
     for key in values:
         if key not in fields:
             raise ConfigError(
-                f"{source}: unknown key {key!r} = {values[key]!r}; allowed: {', '.join(fields)}"
+                f"{source}: unknown key {shown(key)} = {shown(values[key])}; allowed: "
+                + ", ".join(fields)
             )
-    for key, allowed in (
-        ("device", DEVICES),
-        ("dtype", DTYPES),
-        ("engine", ENGINES),
-        ("capture", CAPTURES),
-        ("attention_dtype", (*DTYPES, "fp8")),
-    ):
-        value = values.get(key)
-        if value is not None and value not in allowed:
-            raise ConfigError(f"{source}: {key} is {value!r}; allowed: {', '.join(allowed)}")
+    for key, allowed in _CHOICES.items():
+        # A key that is left out, or null where null says so, is decided from the machine.
+        if key in values and values[key] not in allowed:
+            names = [name for name in allowed if name and name not in REFUSED_BACKENDS]
+            raise ConfigError(
+                f"{source}: {key} is {shown(values[key])}; allowed: {', '.join(names)}"
+            )
     for key in ("checkpoint", "out", "fp8_scales"):
         value = values.get(key)
-        if value is not None and (not isinstance(value, str) or not value):
-            raise ConfigError(f"{source}: {key} is {value!r}; allowed: a path")
-    attention = values.get("attention", "auto")
-    if attention not in ATTENTION_NAMES and attention not in REFUSED_BACKENDS:
-        raise ConfigError(
-            f"{source}: attention is {attention!r}; allowed: {', '.join(ATTENTION_NAMES)}"
-        )
+        if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+            raise ConfigError(f"{source}: {key} is {shown(value)}; allowed: a path")
     if not isinstance(values.get("force", False), bool):
-        raise ConfigError(f"{source}: force is {values['force']!r}; allowed: true, false")
+        raise ConfigError(f"{source}: force is {shown(values['force'])}; allowed: true, false")
     max_items = values.get("max_items", 128)
-    if isinstance(max_items, bool) or not isinstance(max_items, int) or not 1 <= max_items <= MAX_ITEMS:
+    if not _is_whole(max_items) or not 1 <= max_items <= MAX_ITEMS:
         raise ConfigError(
-            f"{source}: max_items is {max_items!r}; allowed: a whole number from 1 to {MAX_ITEMS}"
+            f"{source}: max_items is {shown(max_items)}; allowed: a whole number from 1 to "
+            f"{MAX_ITEMS}"
         )
-    checked = dict(values)
+    checked = {**values}
     if values.get("budgets") is not None:
         checked["budgets"] = _budgets(values["budgets"], "budgets", source)
-    checked["specialize"] = _budgets(values.get("specialize") or (), "specialize", source, empty=True)
-    budgets = checked.get("budgets")
-    if budgets is not None:
-        for budget in checked["specialize"]:
-            if budget not in budgets:
-                raise ConfigError(
-                    f"{source}: specialize names {budget}; allowed: one of budgets {list(budgets)}"
-                )
+    if "specialize" in values:
+        checked["specialize"] = _specialize(values["specialize"], checked.get("budgets"), source)
     config = BuildConfig(**checked)
     if config.attention_dtype == "fp8" and config.fp8_scales is None:
         raise ConfigError(
@@ -143,19 +132,31 @@ def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildCo
     return config
 
 
-def _budgets(value: Any, key: str, source: str, *, empty: bool = False) -> tuple[int, ...]:
-    allowed = f"increasing whole numbers from 1 to {MAX_TOKENS} (output tokens)"
-    if not isinstance(value, (list, tuple)) or (not value and not empty):
-        raise ConfigError(f"{source}: {key} is {value!r}; allowed: {allowed}")
+def _budgets(value: Any, key: str, source: str) -> tuple[int, ...]:
+    allowed = f"a list of increasing whole numbers from 1 to {MAX_TOKENS} (output tokens)"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f"{source}: {key} is {shown(value)}; allowed: {allowed}")
     previous = 0
     for budget in value:
-        if isinstance(budget, bool) or not isinstance(budget, int):
-            raise ConfigError(f"{source}: {key} has {budget!r}; allowed: {allowed}")
-        if budget < 1 or budget > MAX_TOKENS:
-            raise ConfigError(f"{source}: {key} has {budget}; allowed: {allowed}")
+        if not _is_whole(budget) or not 1 <= budget <= MAX_TOKENS:
+            raise ConfigError(f"{source}: {key} has {shown(budget)}; allowed: {allowed}")
         if budget <= previous:
-            raise ConfigError(
-                f"{source}: {key} has {budget} after {previous}; allowed: {allowed}"
-            )
+            raise ConfigError(f"{source}: {key} has {budget} after {previous}; allowed: {allowed}")
         previous = budget
     return tuple(value)
+
+
+def _specialize(value: Any, budgets: tuple[int, ...] | None, source: str) -> tuple[int, ...]:
+    if value is None or value == [] or value == ():
+        return ()
+    specialized = _budgets(value, "specialize", source)
+    for budget in specialized:
+        if budgets is not None and budget not in budgets:
+            raise ConfigError(
+                f"{source}: specialize has {budget}; allowed: one of budgets {shown(list(budgets))}"
+            )
+    return specialized
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from m3compile.config.shown import shown
 from m3compile.errors import CheckpointError
 
+_SIZE_FIELDS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+# Whole numbers up to here are exact as floats.
+_LARGEST = 2**53
 _KEY_FIELDS = ("patch_size", "temporal_patch_size", "merge_size")
 
 
@@ -47,30 +50,27 @@ def preprocess_config_from_mapping(config: Mapping[str, Any], source: str) -> Pr
     Raises:
         CheckpointError: a value is impossible or asks for a step this processor does not do.
     """
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{source}: holds a {type(config).__name__}; allowed: an object")
     values: dict[str, Any] = {}
     for key in _KEY_FIELDS:
         if key in config:
             values[key] = _positive(config[key], key, source)
-    size = config.get("size")
-    if isinstance(size, Mapping):
-        for key, field in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-            if size.get(key) is not None:
-                values[field] = _positive(size[key], f"size.{key}", source)
-    elif size is not None and list(size if isinstance(size, list) else [size]) != [672, 672]:
-        raise CheckpointError(
-            f"{source}: size is {size!r}; allowed: an object with shortest_edge and longest_edge"
-        )
-    for key in ("min_pixels", "max_pixels"):
-        if config.get(key) is not None:
-            values[key] = _positive(config[key], key, source)
+    values.update(_pixel_bounds(config, source))
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if config.get(key, True) is not True:
-            raise CheckpointError(f"{source}: {key} is {config[key]!r}; allowed: true")
+            raise CheckpointError(f"{source}: {key} is {shown(config[key])}; allowed: true")
     # 3 is PIL's number for bicubic.
     if config.get("resample", 3) not in (3, "bicubic"):
-        raise CheckpointError(f"{source}: resample is {config['resample']!r}; allowed: 3 (bicubic)")
+        raise CheckpointError(
+            f"{source}: resample is {shown(config['resample'])}; allowed: 3 (bicubic)"
+        )
     if "rescale_factor" in config:
         values["rescale_factor"] = _number(config["rescale_factor"], "rescale_factor", source)
+        if values["rescale_factor"] <= 0:
+            raise CheckpointError(
+                f"{source}: rescale_factor is {values['rescale_factor']}; allowed: above 0"
+            )
     for key, field in (("image_mean", "mean"), ("image_std", "std")):
         if key in config:
             values[field] = _triple(config[key], key, source)
@@ -79,26 +79,54 @@ def preprocess_config_from_mapping(config: Mapping[str, Any], source: str) -> Pr
     result = PreprocessConfig(**values)
     if not result.factor**2 <= result.min_pixels <= result.max_pixels:
         raise CheckpointError(
-            f"{source}: min_pixels is {result.min_pixels} and max_pixels {result.max_pixels}; "
+            f"{source}: min_pixels is {result.min_pixels} and max_pixels is {result.max_pixels}; "
             f"allowed: {result.factor**2} <= min_pixels <= max_pixels"
         )
     return result
 
 
+def _pixel_bounds(config: Mapping[str, Any], source: str) -> dict[str, int]:
+    bounds: dict[str, int] = {}
+    size = config.get("size")
+    if isinstance(size, Mapping):
+        for key, value in size.items():
+            if value is None:
+                continue
+            if key not in _SIZE_FIELDS:
+                raise CheckpointError(
+                    f"{source}: size has unknown key {shown(key)} = {shown(value)}; allowed: "
+                    + ", ".join(_SIZE_FIELDS)
+                )
+            bounds[_SIZE_FIELDS[key]] = _positive(value, f"size.{key}", source)
+    elif size is not None and size != [672, 672]:
+        raise CheckpointError(
+            f"{source}: size is {shown(size)}; allowed: an object with "
+            + " and ".join(_SIZE_FIELDS)
+        )
+    for key in ("min_pixels", "max_pixels"):
+        if config.get(key) is not None:
+            bounds[key] = _positive(config[key], key, source)
+    return bounds
+
+
 def _positive(value: Any, key: str, source: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{source}: {key} is {value!r}; allowed: a positive whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise CheckpointError(
+            f"{source}: {key} is {shown(value)}; allowed: a whole number from 1 to {_LARGEST}"
+        )
     return value
 
 
 def _number(value: Any, key: str, source: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise CheckpointError(f"{source}: {key} is {value!r}; allowed: a finite number")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared, not converted: a whole number can be too large for a float.
+    if not number or not abs(value) <= _LARGEST:
+        raise CheckpointError(f"{source}: {key} is {shown(value)}; allowed: a finite number")
     return float(value)
 
 
 def _triple(value: Any, key: str, source: str) -> tuple[float, float, float]:
     if not isinstance(value, list) or len(value) != 3:
-        raise CheckpointError(f"{source}: {key} is {value!r}; allowed: three numbers")
+        raise CheckpointError(f"{source}: {key} is {shown(value)}; allowed: three numbers")
     red, green, blue = (_number(part, key, source) for part in value)
     return red, green, blue

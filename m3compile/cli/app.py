@@ -1,0 +1,85 @@
+"""The command group, and the one place where an error becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from types import FrameType
+
+import click
+
+from m3compile.cli.bench import bench
+from m3compile.cli.build import build
+from m3compile.cli.checkpoint import init_checkpoint
+from m3compile.cli.encode import encode
+from m3compile.cli.inspect import inspect
+from m3compile.cli.verify import verify
+from m3compile.errors import ExitCode, M3CompileError
+from m3compile.version import VERSION
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(VERSION, prog_name="m3compile")
+def app() -> None:
+    """Ahead-of-time compiler and loader for the MiniMax-M3 vision encoder.
+
+    Every command also takes --debug, which adds the traceback to an error.
+    """
+
+
+for command in (build, verify, inspect, encode, bench, init_checkpoint):
+    app.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code of the contract. Prints, never exits."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    if not debug:
+        # torch warns about its own internals while it traces and compiles.
+        warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        result = app.main(args=words, prog_name="m3compile", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        return _fail(_usage(error), ExitCode.REQUEST, debug)
+    except M3CompileError as error:
+        return _fail(str(error), error.exit_code, debug)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", ExitCode.INTERRUPTED, debug)
+    except BrokenPipeError:
+        # The reader of our output left; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except MemoryError:
+        return _fail("out of memory", ExitCode.FAILED, debug)
+    except Exception as error:  # noqa: BLE001 (the outermost door: a fault of ours is still one line)
+        kind = type(error).__name__
+        return _fail(f"{kind}: {error} (--debug shows where)", ExitCode.FAILED, debug)
+    return int(result) if isinstance(result, int) else ExitCode.OK
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Let SIGTERM unwind like Ctrl-C, so that half-written folders are removed."""
+    raise KeyboardInterrupt
+
+
+def _usage(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f" (see {context.command_path} --help)" if context is not None else ""
+    return error.format_message() + hint
+
+
+def _fail(message: str, code: ExitCode, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return code

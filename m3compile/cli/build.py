@@ -1,0 +1,94 @@
+"""`build`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.config.build import (
+    ATTENTION_NAMES,
+    DEVICES,
+    DTYPES,
+    ENGINES,
+    BuildConfig,
+    build_config_from_mapping,
+    load_build_config,
+)
+from m3compile.errors import ConfigError
+
+_DEFAULT_CONFIG = Path("build.yaml")
+
+
+@click.command()
+@click.argument("checkpoint", required=False)
+@click.option(
+    "--out", help="Folder of the artifact. Default: exported/ plus the checkpoint's name."
+)
+@click.option(
+    "--config", "config_file", help="Build config, YAML. Default: ./build.yaml if it exists."
+)
+@click.option("--device", help=f"{' or '.join(DEVICES)}. Default: cuda if there is one.")
+@click.option("--dtype", help=f"{' or '.join(DTYPES)}. Default: bfloat16 on cuda, float32 on cpu.")
+@click.option("--budgets", help="Token budgets, increasing, such as 64,128,256.")
+@click.option("--max-items", help="Most segments in one run. Default: 128.")
+@click.option("--attention", help=f"One of {', '.join(ATTENTION_NAMES)}. Default: auto.")
+@click.option("--engine", help=f"{' or '.join(ENGINES)}. Default: aoti.")
+@click.option("--force", is_flag=True, help="Replace an artifact of the same name.")
+def build(config_file: str | None, **flags: Any) -> None:
+    """Compile CHECKPOINT, verify it against eager, and write an artifact.
+
+    Without a checkpoint and without a build.yaml that names one, the tiny encoder with random
+    weights is built: a first try, whose embeddings mean nothing.
+    """
+    config = _read_config(config_file, flags)
+    from m3compile.pipeline import build as run_build
+
+    console = stderr()
+    if config.checkpoint is None:
+        console.print("No checkpoint given: building the tiny encoder with random weights.")
+    with StageProgress() as progress:
+        report = run_build(config, progress)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    manifest = report.manifest
+    weights = manifest.files["weights.safetensors"].size
+    out = stdout()
+    out.print(f"Built {report.path} in {sum(report.seconds.values()):.0f} s", markup=False)
+    out.print(f"  verified against eager: {report.verification.summary}", markup=False)
+    out.print(
+        f"  {manifest.requirements.device}, {manifest.dtype}, attention "
+        f"{manifest.requirements.attention_backend} ({manifest.provenance.attention_reason})",
+        markup=False,
+    )
+    out.print(
+        f"  {len(manifest.ladder)} budgets from {manifest.ladder[0]} to {manifest.ladder[-1]} "
+        f"tokens, weights {weights / 1e6:.1f} MB",
+        markup=False,
+    )
+    if manifest.provenance.weights == "random":
+        out.print("  The weights are random: its embeddings mean nothing.", markup=False)
+
+
+def _read_config(config_file: str | None, flags: dict[str, Any]) -> BuildConfig:
+    overrides = {key: value for key, value in flags.items() if value not in (None, False)}
+    if "budgets" in overrides:
+        overrides["budgets"] = [
+            _whole_number(part, "--budgets") for part in overrides["budgets"].split(",")
+        ]
+    if "max_items" in overrides:
+        overrides["max_items"] = _whole_number(overrides["max_items"], "--max-items")
+    if config_file is not None:
+        return load_build_config(Path(config_file), overrides)
+    if _DEFAULT_CONFIG.is_file():
+        return load_build_config(_DEFAULT_CONFIG, overrides)
+    return build_config_from_mapping(overrides, "build")
+
+
+def _whole_number(text: str, flag: str) -> int:
+    try:
+        return int(text.strip())
+    except ValueError:
+        raise ConfigError(f"{flag} has {text!r}; allowed: whole numbers") from None

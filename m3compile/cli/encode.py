@@ -1,0 +1,142 @@
+"""`encode`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from m3compile.artifact import PREPROCESSOR, read_json
+from m3compile.cli.console import StageProgress, stdout
+from m3compile.config import PreprocessConfig, preprocess_config_from_mapping
+from m3compile.config.build import DEVICES
+from m3compile.errors import InputError, InputNotFoundError, OperationError, RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _ManyInputs(click.Command):
+    """Lets one `--input` take several files, as shells expand `--input *.jpg`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        for position, word in enumerate(args):
+            follows_input = "--input" in args[:position] and not word.startswith("-")
+            if (
+                follows_input
+                and _last_flag(args[:position]) == "--input"
+                and spread[-1] != "--input"
+            ):
+                spread.append("--input")
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+def _last_flag(words: list[str]) -> str:
+    return next((word for word in reversed(words) if word.startswith("-")), "")
+
+
+@click.command(cls=_ManyInputs)
+@click.argument("artifact")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    required=True,
+    metavar="FILE...",
+    help="One safetensors file with pixel_values and grid_thw, or image files.",
+)
+@click.option("--output", required=True, help="Where to write embeddings and token_counts.")
+@click.option("--device", type=click.Choice(DEVICES), help="Default: the artifact's.")
+def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | None) -> None:
+    """Encode images, or rows that a processor made, with ARTIFACT.
+
+    Writes one safetensors file: embeddings (tokens, width) of all items end to end, and
+    token_counts (num_items,).
+    """
+    target = Path(output)
+    if not target.absolute().parent.is_dir():
+        raise RequestError(f"--output {output}: its folder does not exist")
+    for name in inputs:
+        if not Path(name).is_file():
+            raise InputNotFoundError(f"--input {name}: no such file")
+    import torch
+
+    from m3compile.loading import load
+
+    with StageProgress() as progress:
+        with progress.stage("load"):
+            encoder = load(artifact, device, capture="lazy")
+        with encoder:
+            with progress.stage("read input"):
+                pixel_values, grid_thw = _read(artifact, inputs, progress)
+            with progress.stage("encode"):
+                results = encoder.encode(pixel_values, grid_thw)
+                width = encoder.manifest.tower.output_size
+                embeddings = (
+                    torch.cat(results).cpu()
+                    if results
+                    else torch.zeros((0, width), dtype=encoder.dtype)
+                )
+            stats = encoder.stats()
+    counts = torch.tensor([len(rows) for rows in results], dtype=torch.int64)
+    _write(target, embeddings, counts, {"artifact": str(artifact), "inputs": json.dumps(inputs)})
+    console = stdout()
+    console.print(
+        f"Wrote {output}: {len(results)} items, {len(embeddings)} tokens of {width}", markup=False
+    )
+    if stats["nonfinite_items"]:
+        console.print(
+            f"warning: {stats['nonfinite_items']} items had non-finite pixels and are NaN",
+            markup=False,
+        )
+
+
+def _read(artifact: str, inputs: tuple[str, ...], progress: StageProgress) -> tuple[Any, Any]:
+    """pixel_values (N, patch_dim) and grid_thw (num_items, 3)."""
+    if any(name.endswith(".safetensors") for name in inputs):
+        if len(inputs) > 1:
+            raise RequestError("--input takes one safetensors file, or image files")
+        return _read_rows(inputs[0])
+    from m3compile.images import load_images
+
+    path = Path(artifact) / PREPROCESSOR
+    config = PreprocessConfig()
+    if path.is_file():
+        config = preprocess_config_from_mapping(read_json(path), str(path))
+    return load_images([Path(name) for name in inputs], config, progress.advance)
+
+
+def _read_rows(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(name, framework="pt") as file:
+            keys = set(file.keys())
+            missing = [key for key in ("pixel_values", "grid_thw") if key not in keys]
+            if missing:
+                raise InputError(f"{name}: tensor {missing[0]} is missing; found {sorted(keys)}")
+            return file.get_tensor("pixel_values"), file.get_tensor("grid_thw")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{name}: not a readable safetensors file: {error}") from None
+
+
+def _write(
+    target: Path, embeddings: torch.Tensor, counts: torch.Tensor, metadata: dict[str, str]
+) -> None:
+    from safetensors.torch import save_file
+
+    # Aside first: a full disk must not leave half a file under the name.
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        save_file(
+            {"embeddings": embeddings.contiguous(), "token_counts": counts}, partial, metadata
+        )
+        partial.replace(target)
+    except OSError as error:
+        raise OperationError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)

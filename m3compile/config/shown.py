@@ -1,0 +1,24 @@
+"""How a value from a file is quoted in an error message: on one line, and never at length."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+_MAX_CHARS = 120
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = _MAX_CHARS
+_repr.maxlist = _repr.maxtuple = _repr.maxset = _repr.maxdict = 8
+# An alias in YAML can make a few lines into a structure of billions: look only near its top.
+_repr.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """`value` as Python would write it, shortened; one line whatever it holds."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:
+        # Python does not print whole numbers of many thousand digits.
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."

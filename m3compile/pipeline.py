@@ -1,0 +1,267 @@
+"""The stages of a build, in order, inside a folder that is published only at the end."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from m3compile import artifact
+from m3compile.artifact import Manifest, Provenance, Requirements, TensorSpec
+from m3compile.attention import OP_SCHEMA, choose_backend
+from m3compile.buckets import default_ladder
+from m3compile.build.aoti import compile_package
+from m3compile.build.export import export_tower
+from m3compile.config import BOUNDS, TINY, BuildConfig, TowerConfig
+from m3compile.config.backends import candidates
+from m3compile.errors import BuildError, ConfigError, OperationError, VerificationError
+from m3compile.geometry import inverse_frequencies
+from m3compile.host import Host, detect
+from m3compile.loading import load
+from m3compile.progress import Progress
+from m3compile.tower import make_tower
+from m3compile.verify import VerifyReport, verify_encoder
+from m3compile.version import VERSION
+from m3compile.weights import Checkpoint, init_checkpoint, load_tower_state, open_checkpoint
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class BuildReport:
+    """What a build made.
+
+    Attributes:
+        path: the published artifact.
+        manifest: as stored in it.
+        verification: the report stored as `verify.json`.
+        seconds: wall-clock time of every stage.
+        warnings: about the checkpoint.
+    """
+
+    path: Path
+    manifest: Manifest
+    verification: VerifyReport
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
+    """Compile a checkpoint, verify the result against eager, and publish it.
+
+    Args:
+        config: what to build; without a checkpoint, the tiny encoder with random weights, whose
+            embeddings mean nothing.
+        progress: told of the stages.
+
+    Raises:
+        ConfigError: the config asks for something that cannot be.
+        CheckpointError: the checkpoint is missing, damaged or unsupported.
+        VerificationError: the compiled program differs from eager. Nothing is published.
+        BuildError, OperationError: a step failed. Nothing is published.
+    """
+    progress = progress or Progress()
+    seconds: dict[str, float] = {}
+    config = _resolve(config)
+    assert config.device is not None
+    assert config.dtype is not None
+    assert config.out is not None
+    out = Path(config.out)
+    artifact.check_target(out, force=config.force)
+    # Refused here, before a checkpoint is read, if no implementation can serve.
+    candidates(config.attention, config.device, config.dtype, captured=_is_captured(config))
+    with _checkpoint_folder(config, progress) as (folder, is_random):
+        with progress.stage("read checkpoint", seconds):
+            checkpoint = open_checkpoint(folder)
+            dtype = _DTYPES[config.dtype]
+            state = load_tower_state(checkpoint, dtype, config.device, progress.advance)
+            state["inverse_frequency"] = inverse_frequencies(checkpoint.config).to(config.device)
+        with progress.stage("choose attention", seconds):
+            tower = checkpoint.config
+            backend, reason = choose_backend(
+                config.attention,
+                config.device,
+                config.dtype,
+                captured=_is_captured(config),
+                num_heads=tower.num_attention_heads,
+                head_dim=tower.head_dim,
+            )
+        with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
+            with progress.stage("export", seconds):
+                exported = export_tower(make_tower(tower, state, backend), _max_segments(config))
+            with progress.stage("compile", seconds):
+                compile_package(exported, staging / artifact.PROGRAM)
+            with progress.stage("write weights", seconds):
+                save_file(state, staging / artifact.WEIGHTS)
+                # Written for this user alone; an artifact is served by other accounts too.
+                (staging / artifact.WEIGHTS).chmod(0o644)
+                if checkpoint.preprocessor_config is not None:
+                    shutil.copyfile(checkpoint.preprocessor_config, staging / artifact.PREPROCESSOR)
+                host = detect(config.device, OP_SCHEMA)
+                manifest = _manifest(config, checkpoint, state, backend, reason, host, is_random)
+                manifest = _store(staging, manifest)
+            del exported, state
+            manifest, verification = _prove(staging, manifest, checkpoint, progress, seconds)
+    return BuildReport(out, manifest, verification, seconds, list(checkpoint.warnings))
+
+
+def _prove(
+    staging: Path,
+    manifest: Manifest,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    seconds: dict[str, float],
+) -> tuple[Manifest, VerifyReport]:
+    """Load what was written as a server would, and compare it with eager."""
+    with progress.stage("load", seconds):
+        encoder = load(staging, on_bucket=progress.advance)
+    with encoder:
+        with progress.stage("verify", seconds):
+            report = verify_encoder(encoder, checkpoint, progress=progress)
+        if not report.passed:
+            raise VerificationError(
+                f"the compiled program differs from eager, nothing was published: {report.summary}"
+            )
+    (staging / artifact.VERIFY).write_bytes(
+        msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+    )
+    return _store(staging, manifest), report
+
+
+def _store(staging: Path, manifest: Manifest) -> Manifest:
+    manifest = msgspec.structs.replace(manifest, files=artifact.list_files(staging))
+    artifact.write_manifest(staging, manifest)
+    return manifest
+
+
+def _resolve(config: BuildConfig) -> BuildConfig:
+    """Fill in what the config leaves to the machine."""
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OperationError(
+            "device is cuda, and this machine has no usable CUDA device; use --device cpu"
+        )
+    name = Path(config.checkpoint).resolve().name if config.checkpoint else "tiny"
+    resolved = msgspec.structs.replace(
+        config,
+        device=device,
+        dtype=config.dtype or ("bfloat16" if device == "cuda" else "float32"),
+        out=config.out or str(Path("exported") / name),
+        budgets=config.budgets or default_ladder(),
+    )
+    if resolved.attention_dtype not in (None, resolved.dtype):
+        raise ConfigError(
+            f"attention_dtype is {resolved.attention_dtype!r}; allowed: {resolved.dtype} "
+            "(the dtype of the build)"
+        )
+    if resolved.engine != "aoti":
+        raise ConfigError(f"engine is {resolved.engine!r}; allowed: aoti")
+    return resolved
+
+
+def _is_captured(config: BuildConfig) -> bool:
+    return config.device == "cuda" and config.capture != "never"
+
+
+def _max_segments(config: BuildConfig) -> int:
+    assert config.budgets
+    # A segment has at least one token, so no bucket can hold more than the largest has tokens.
+    return max(2, min(config.max_items, config.budgets[-1]))
+
+
+@contextmanager
+def _checkpoint_folder(config: BuildConfig, progress: Progress) -> Iterator[tuple[Path, bool]]:
+    """The checkpoint's folder and whether its weights are random."""
+    if config.checkpoint is not None:
+        yield Path(config.checkpoint), False
+        return
+    with tempfile.TemporaryDirectory(prefix="m3compile-") as folder:
+        path = Path(folder) / "tiny"
+        with progress.stage("make tiny checkpoint"):
+            init_checkpoint(path, TINY)
+        yield path, True
+
+
+@contextmanager
+def _one_line(staging: Path) -> Iterator[None]:
+    """Turn what the system throws into an error of ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BuildError(f"out of device memory: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise BuildError(f"cannot write to {staging.parent}: {error.strerror or error}") from error
+
+
+def _manifest(
+    config: BuildConfig,
+    checkpoint: Checkpoint,
+    state: dict[str, Tensor],
+    backend: str,
+    reason: str,
+    host: Host,
+    is_random: bool,
+) -> Manifest:
+    assert config.device is not None
+    assert config.dtype is not None
+    assert config.budgets is not None
+    tower: TowerConfig = checkpoint.config
+    max_segments = _max_segments(config)
+    return Manifest(
+        format_version=artifact.FORMAT_VERSION,
+        tower=tower,
+        build=config,
+        bounds=BOUNDS[config.dtype],
+        ladder=config.budgets,
+        max_segments=max_segments,
+        dtype=config.dtype,
+        inputs=(
+            TensorSpec(
+                name="pixel_values", dtype=config.dtype, shape=("num_patches", tower.patch_dim)
+            ),
+            TensorSpec(name="segments", dtype="int32", shape=(max_segments, 3)),
+        ),
+        outputs=(
+            TensorSpec(
+                name="embeddings", dtype=config.dtype, shape=("num_patches/4", tower.output_size)
+            ),
+            TensorSpec(name="is_nonfinite", dtype="bool", shape=(max_segments,)),
+        ),
+        weights=tuple(
+            TensorSpec(
+                name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
+            )
+            for name, tensor in sorted(state.items())
+        ),
+        requirements=Requirements(
+            torch=host.torch,
+            platform=host.platform,
+            cpu_flags=host.cpu_flags,
+            device=config.device,
+            gpu_arch=host.gpu_arch if config.device == "cuda" else None,
+            cuda=host.cuda if config.device == "cuda" else None,
+            attention_backend=backend,
+            attention_version=host.attention_versions[backend],
+            op_schema=OP_SCHEMA,
+        ),
+        files={},
+        provenance=Provenance(
+            m3compile=VERSION,
+            torch=host.torch_full,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            host=host.gpu_name or host.cpu_name,
+            weights="random" if is_random else "checkpoint",
+            checkpoint=None if is_random else str(checkpoint.path.resolve()),
+            checkpoint_files={path.name: path.stat().st_size for path in checkpoint.files},
+            attention_reason=reason,
+        ),
+    )

@@ -1,0 +1,261 @@
+"""`Encoder`: whatever images arrive, packed into buckets and run.
+
+A process that serves imports this and never the tower or the builder.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3compile.artifact import Manifest
+from m3compile.batch import Batch, check_batch, run_items, run_segments, run_sources
+from m3compile.buckets import Piece, Planner, Run
+from m3compile.config.build import MAX_TOKENS
+from m3compile.errors import EncoderClosedError, InputError, OperationError
+from m3compile.graph import CalledBucket, CapturedBucket
+from m3compile.program import Program
+from m3compile.staging import InputStage, NonfiniteCounter
+
+_COUNTS = ("calls", "items", "replays", "exact_runs", "real_tokens", "padded_tokens")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Encoder:
+    """A loaded artifact, ready: every budget of its ladder is captured.
+
+    Made by `m3compile.load`. One lock serialises calls, so any number of threads may share an
+    encoder; on CUDA they may do so from any streams.
+
+    Args:
+        manifest: of the artifact.
+        program: the compiled program, bound to `weights`.
+        weights: the one device copy, released by `close()`.
+        device: where it runs.
+        ladder: budgets, if not the manifest's.
+        max_items: most segments in one run, if fewer than the segment table has slots.
+        capture: `load`, `lazy` or `never`; None for the manifest's.
+        on_bucket: told the number of buckets ready and in all, while they are captured.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        program: Program,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        ladder: tuple[int, ...] | None = None,
+        max_items: int | None = None,
+        capture: str | None = None,
+        on_bucket: Any = None,
+    ) -> None:
+        self.manifest = manifest
+        self.device = device
+        self._is_cuda = device.type == "cuda"
+        self.dtype = _DTYPES[manifest.dtype]
+        self.ladder = ladder or manifest.ladder
+        self.capture = (capture or manifest.build.capture) if self._is_cuda else "never"
+        self._config = manifest.tower
+        self._program = program
+        self._lock = threading.Lock()
+        self._closed = False
+        self._release = weakref.finalize(self, _release_weights, list(weights.values()))
+        # Times measured for the manifest's own ladder say nothing about another one.
+        times = manifest.times if ladder is None and self.capture != "never" else None
+        self.max_segments = min(max_items or manifest.max_segments, manifest.max_segments)
+        self._planner = Planner(self.ladder, self.max_segments, times)
+        self._stage = InputStage(
+            4 * self.ladder[-1], self._config.patch_dim, manifest.max_segments, self.dtype, device
+        )
+        self._nonfinite = NonfiniteCounter(manifest.max_segments, device)
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._by_budget = dict.fromkeys(self.ladder, 0)
+        self._buckets: dict[int, CalledBucket | CapturedBucket] = {}
+        self.capture_ms = 0.0
+        if self._is_cuda:
+            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._last_run = torch.cuda.Event()
+        if self.capture != "lazy":
+            started = time.perf_counter()
+            for done, budget in enumerate(reversed(self.ladder), 1):
+                self._buckets[budget] = self._make_bucket(budget)
+                if on_bucket is not None:
+                    on_bucket(done, len(self.ladder))
+            self.capture_ms = 1000 * (time.perf_counter() - started)
+
+    def _make_bucket(self, budget: int) -> CalledBucket | CapturedBucket:
+        rows, segments = self._stage.pixel_values[: 4 * budget], self._stage.segments
+        if self.capture == "never":
+            return CalledBucket(self._program, rows, segments)
+        # One stream for every warm-up and capture: the allocator keeps a cache a stream.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+            self._stream.wait_stream(torch.cuda.default_stream(self.device))
+            try:
+                return CapturedBucket(self._program, rows, segments, self._pool)
+            except torch.OutOfMemoryError as error:
+                raise OperationError(
+                    f"out of device memory while capturing budget {budget}; build with fewer or "
+                    f"smaller budgets: {str(error).splitlines()[0]}"
+                ) from error
+
+    def encode(self, pixel_values: Tensor | list[Tensor], grid_thw: Any) -> list[Tensor]:
+        """Encode a batch of images and clips.
+
+        On CUDA the work is ordered on the caller's current stream; the call returns without
+        waiting for it, unless `grid_thw` is on the device.
+
+        Args:
+            pixel_values: (N, patch_dim) rows of all items end to end, or a list of one tensor an
+                item; any float dtype, on the host or the device.
+            grid_thw: (num_items, 3) ints: a tensor or nested lists; patches along time, height and
+                width of every item.
+
+        Returns:
+            One (t*h*w / 4, width) tensor an item, in input order, on the encoder's device and in
+            its dtype. They are the caller's: no later call changes them. A segment that had a
+            non-finite pixel is NaN throughout.
+
+        Raises:
+            InputError: the batch breaks a rule; names the item. Nothing has run.
+            EncoderClosedError: after `close()`.
+        """
+        batch = check_batch(pixel_values, grid_thw, self._config)
+        return self._locked(batch, lambda: self._planner.plan(batch.segment_tokens))
+
+    def encode_at(
+        self, pixel_values: Tensor | list[Tensor], grid_thw: Any, budget: int | None
+    ) -> list[Tensor]:
+        """Encode a batch as one run of a given bucket, or uncaptured at its exact shape (None).
+
+        For judges, who must see every bucket. Arguments, result and errors as `encode`.
+
+        Raises:
+            InputError: also where the batch does not fit, or the ladder has no such bucket.
+        """
+        batch = check_batch(pixel_values, grid_thw, self._config)
+        pieces = tuple(
+            Piece(item, 0, len(tokens), sum(tokens))
+            for item, tokens in enumerate(batch.segment_tokens)
+        )
+        run = Run(budget, sum(piece.tokens for piece in pieces), pieces)
+        num_segments = sum(piece.num_segments for piece in pieces)
+        if budget is not None and budget not in self._by_budget:
+            raise InputError(f"there is no bucket of {budget} tokens; the ladder is {self.ladder}")
+        if run.tokens > (budget or MAX_TOKENS) or num_segments > self.max_segments:
+            raise InputError(
+                f"a batch of {run.tokens} tokens in {num_segments} segments does not fit into one "
+                f"run of {budget or MAX_TOKENS} tokens and {self.max_segments} segments"
+            )
+        return self._locked(batch, lambda: [run])
+
+    def _locked(self, batch: Batch, plan: Callable[[], list[Run]]) -> list[Tensor]:
+        with self._lock, torch.no_grad():
+            if self._closed:
+                raise EncoderClosedError("the encoder is closed")
+            runs = plan()
+            self._counts["calls"] += 1
+            self._counts["items"] += len(batch.grids)
+            on_device = torch.cuda.device(self.device) if self._is_cuda else nullcontext()
+            with on_device:
+                return self._encode(batch, runs)
+
+    def _encode(self, batch: Batch, runs: list[Run]) -> list[Tensor]:
+        parts: list[list[tuple[int, Tensor]]] = [[] for _ in batch.grids]
+        for run in runs:
+            embeddings = self._run(batch, run)
+            offset = 0
+            for piece in run.pieces:
+                rows = embeddings[offset : offset + piece.tokens]
+                parts[piece.item].append((piece.first_segment, rows))
+                offset += piece.tokens
+        return [
+            found[0][1] if len(found) == 1
+            else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
+            for found in parts
+        ]  # fmt: skip
+
+    def _run(self, batch: Batch, run: Run) -> Tensor:
+        """One run; the result (tokens, O) is fresh memory."""
+        if self._is_cuda:
+            # The buffers and the pool are shared: this run starts after the last, on any stream.
+            torch.cuda.current_stream().wait_event(self._last_run)
+        sources = run_sources(batch, run)
+        self._stage.write_segments(run_segments(batch, run))
+        if run.budget is None:
+            rows = self._stage.fresh_rows(sources)
+            embeddings, is_nonfinite = self._program(rows, self._stage.segments)
+            self._counts["exact_runs"] += 1
+        else:
+            bucket = self._buckets.get(run.budget)
+            if bucket is None:
+                bucket = self._buckets[run.budget] = self._make_bucket(run.budget)
+            self._stage.write_rows(sources)
+            embeddings, is_nonfinite = bucket.run()
+            self._counts["replays"] += 1
+            self._counts["padded_tokens"] += run.budget - run.tokens
+            self._by_budget[run.budget] += 1
+            if isinstance(bucket, CapturedBucket):
+                embeddings = embeddings[: run.tokens].clone()
+        self._counts["real_tokens"] += run.tokens
+        self._nonfinite.add(is_nonfinite, run_items(run), self._counts["calls"])
+        if self._is_cuda:
+            self._last_run.record()
+        return embeddings
+
+    def stats(self) -> dict[str, Any]:
+        """What was served since the load. On CUDA it waits for the runs under way.
+
+        Returns:
+            calls, items, replays, exact_runs, real_tokens, padded_tokens (tokens of padding that
+            were computed beside the real ones), nonfinite_items, and by_budget (replays of every
+            budget of the ladder).
+        """
+        with self._lock:
+            return {
+                **self._counts,
+                "nonfinite_items": self._nonfinite.total(),
+                "by_budget": dict(self._by_budget),
+            }
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs held."""
+        return sum(isinstance(bucket, CapturedBucket) for bucket in self._buckets.values())
+
+    def close(self) -> None:
+        """Wait for the runs under way and release graphs, buffers and weights; may be repeated.
+
+        Results that were handed out stay valid.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._nonfinite.total()
+            if self._is_cuda:
+                torch.cuda.synchronize(self.device)
+            self._closed = True
+            self._buckets.clear()
+            del self._program, self._stage
+            self._release()
+
+    def __enter__(self) -> Encoder:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _release_weights(weights: list[Tensor]) -> None:
+    """Give the device memory back: the compiled package never drops its references."""
+    for tensor in weights:
+        if tensor.device.type == "cuda":
+            tensor.untyped_storage().resize_(0)
