@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,8 +54,6 @@ def load(
         ArtifactError: missing, damaged or incompatible, with file, found and expected.
         OperationError: the device failed, or has too little memory.
     """
-    folder = Path(path)
-    where = _device(device) if device is not None else None
     config = build_config_from_mapping(
         {
             **({"budgets": list(budgets)} if budgets is not None else {}),
@@ -63,21 +62,45 @@ def load(
         },
         "load",
     )
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
-    where = check_machine(folder, manifest, where)
-    weights = load_weights(folder, manifest, where)
-    program = CompiledProgram(folder / PROGRAM, weights, where)
+    opened = open_program(path, device)
     return Encoder(
-        manifest,
-        program,
-        weights,
-        where,
+        opened.manifest,
+        opened.program,
+        opened.weights,
+        opened.device,
         ladder=config.budgets,
         max_items=config.max_items if max_items is not None else None,
         capture=config.capture if capture is not None else None,
         on_bucket=on_bucket,
     )
+
+
+class OpenedProgram(NamedTuple):
+    """An artifact's program, bound to the one copy of the weights; nothing is captured.
+
+    The program checks nothing about its inputs and takes one call at a time, see
+    `CompiledProgram`.
+    """
+
+    manifest: Manifest
+    program: CompiledProgram
+    weights: dict[str, Tensor]
+    device: torch.device
+
+
+def open_program(path: str | Path, device: str | torch.device | None = None) -> OpenedProgram:
+    """Open an artifact without an encoder, for a runner that has its own buffers and graphs.
+
+    Arguments and errors as `load`.
+    """
+    folder = Path(path)
+    where = _device(device) if device is not None else None
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    where = check_machine(folder, manifest, where)
+    weights = load_weights(folder, manifest, where)
+    program = CompiledProgram(folder / PROGRAM, weights, where)
+    return OpenedProgram(manifest, program, weights, where)
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -97,7 +97,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             )
         with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
             with progress.stage("export", seconds):
-                exported = export_tower(make_tower(tower, state, backend), _max_segments(config))
+                exported = export_tower(
+                    make_tower(tower, state, backend, _passes(config)), _max_segments(config)
+                )
             with progress.stage("compile", seconds):
                 compile_package(exported, staging / artifact.PROGRAM)
             with progress.stage("write weights", seconds):
@@ -170,6 +172,11 @@ def _resolve(config: BuildConfig) -> BuildConfig:
 
 def _is_captured(config: BuildConfig) -> bool:
     return config.device == "cuda" and config.capture != "never"
+
+
+def _passes(config: BuildConfig) -> str:
+    """Which form of the passes between the matrix products is traced."""
+    return "triton" if config.device == "cuda" else "plain"
 
 
 def _max_segments(config: BuildConfig) -> int:

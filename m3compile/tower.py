@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from m3compile.attention import varlen_attention
+from m3compile.attention import attention_schedule, varlen_attention
 from m3compile.config import TowerConfig
-from m3compile.geometry import locate_rows, rotary_tables, rotate
+from m3compile.geometry import locate_rows, rotary_tables
+from m3compile.kernels import Kernels, kernels
+
+Rotary = tuple[Tensor, Tensor]
 
 
 class Mlp(nn.Module):
@@ -34,33 +37,46 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block, from its first product to its last."""
 
-    def __init__(self, config: TowerConfig, backend: str) -> None:
+    def __init__(self, config: TowerConfig, backend: str, passes: Kernels) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.layer_norm_eps
-        self.head_shape = (3, config.num_attention_heads, config.head_dim)
+        size = config.hidden_size
+        self.num_heads = config.num_attention_heads
         self.backend = backend
-        self.norm1 = nn.LayerNorm(size, eps)
+        self.passes = passes
+        self.norm1 = nn.LayerNorm(size, config.layer_norm_eps)
         self.qkv = nn.Linear(size, 3 * size)
         self.out_proj = nn.Linear(size, size)
-        self.norm2 = nn.LayerNorm(size, eps)
+        self.norm2 = nn.LayerNorm(size, config.layer_norm_eps)
         self.fc1 = nn.Linear(size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, size)
 
     def forward(
-        self, x: Tensor, cu_seqlens: Tensor, is_real: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """(P, H) to (P, H)."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(1, self.head_shape).unbind(1)
-        attended = varlen_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens, self.backend, False
-        )
-        # Attention may leave padding rows unwritten. Dropping them here, in a pass that runs
-        # anyway, keeps the residual of padding finite, and with it the keys and values that the
-        # next layer's kernels over-read.
-        x = x + self.out_proj(attended.flatten(1)).masked_fill(~is_real[:, None], 0)
-        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        self, x: Tensor, normed: Tensor, cu_seqlens: Tensor, rotary: Rotary, schedule: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual and what the block adds to it after attention.
+
+        Args:
+            x: (P, H), the residual.
+            normed: (P, H), `norm1(x)`.
+
+        Returns:
+            x with attention added, and the MLP's contribution, which the next norm's pass adds.
+        """
+        q, k, v = self.passes.rotate_heads(self.qkv(normed), *rotary, self.num_heads)
+        attended = varlen_attention(q, k, v, cu_seqlens, self.backend, False, schedule)
+        # Attention may leave padding rows unwritten; adding drops them there, which keeps the
+        # residual of padding finite, and with it the keys and values that the next layer's
+        # kernels over-read.
+        x, normed = self.add_norm(x, self.out_proj(attended.flatten(1)), cu_seqlens, self.norm2)
+        return x, self.fc2(self.passes.gelu(self.fc1(normed), cu_seqlens))
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm
+    ) -> tuple[Tensor, Tensor]:
+        """`x + delta`, and `norm` of it."""
+        return self.passes.add_norm(x, delta, cu_seqlens, norm.weight, norm.bias, norm.eps)
 
 
 class Tower(nn.Module):
@@ -69,14 +85,19 @@ class Tower(nn.Module):
     Args:
         config: sizes.
         backend: the attention op's backend.
+        passes: one of `m3compile.kernels.KERNELS`.
     """
 
-    def __init__(self, config: TowerConfig, backend: str) -> None:
+    def __init__(self, config: TowerConfig, backend: str, passes: str = "plain") -> None:
         super().__init__()
         self.config = config
         self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=False)
         self.pre_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.layers = nn.ModuleList(Block(config, backend) for _ in range(config.num_hidden_layers))
+        self.backend = backend
+        form = kernels(passes)
+        self.layers = nn.ModuleList(
+            Block(config, backend, form) for _ in range(config.num_hidden_layers)
+        )
         projector, output = config.projector_hidden_size, config.output_size
         self.projector = Mlp(config.hidden_size, projector, output)
         self.merger = Mlp(config.merged_size, projector, output)
@@ -108,7 +129,7 @@ class Tower(nn.Module):
     def features(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The last hidden state (P, H), each row's slot (P,) and the non-finite slots (S,)."""
         geometry = locate_rows(segments, pixel_values.shape[0])
-        cos, sin = rotary_tables(geometry.positions, self.inverse_frequency)
+        rotary = rotary_tables(geometry.positions, self.inverse_frequency)
 
         x = self.pre_norm(self.patch_embed(pixel_values))
         # A non-finite pixel makes its own row of the product non-finite, and no other; so does a
@@ -119,19 +140,32 @@ class Tower(nn.Module):
         is_bad_row = geometry.is_real & ~is_finite
         is_nonfinite = ((geometry.segment_of_row[:, None] == slots) & is_bad_row[:, None]).any(0)
 
-        for layer in self.layers:
-            x = layer(x, geometry.cu_seqlens, geometry.is_real, cos, sin)
-        return x, geometry.segment_of_row, is_nonfinite
+        config = self.config
+        schedule = attention_schedule(
+            geometry.cu_seqlens,
+            x.shape[0],
+            config.num_attention_heads,
+            config.head_dim,
+            self.backend,
+        )
+        normed = self.layers[0].norm1(x)
+        for layer, after in zip(self.layers, self.layers[1:], strict=False):
+            x, delta = layer(x, normed, geometry.cu_seqlens, rotary, schedule)
+            x, normed = layer.add_norm(x, delta, geometry.cu_seqlens, after.norm1)
+        x, delta = self.layers[-1](x, normed, geometry.cu_seqlens, rotary, schedule)
+        return x + delta, geometry.segment_of_row, is_nonfinite
 
 
-def make_tower(config: TowerConfig, state: dict[str, Tensor], backend: str) -> Tower:
+def make_tower(
+    config: TowerConfig, state: dict[str, Tensor], backend: str, passes: str = "plain"
+) -> Tower:
     """The tower with its weights, for tracing or as the eager reference.
 
     Args:
         state: every parameter by the tower's names. Shared with the module.
-        backend: the attention op's backend.
+        backend, passes: as `Tower`.
     """
     with torch.device("meta"):
-        tower = Tower(config, backend)
+        tower = Tower(config, backend, passes)
     tower.load_state_dict(state, assign=True)
     return tower.eval().requires_grad_(False)

@@ -29,8 +29,13 @@ Grid = tuple[int, int, int]
 
 # Small items of every kind that fill up batches; eager computes each of them once.
 _FILLERS: tuple[Grid, ...] = (
-    (1, 16, 16), (1, 2, 2), (1, 4, 36), (2, 8, 8), (1, 20, 8), (1, 8, 20), (3, 4, 4), (1, 32, 32),
+    (1, 16, 16), (1, 2, 2), (1, 4, 36), (2, 8, 8), (1, 20, 8), (1, 16, 32), (1, 8, 20), (3, 4, 4),
 )  # fmt: skip
+# Takes their place where a run has too few segments left for small ones.
+_LARGE_FILLER: Grid = (1, 32, 32)
+# Attention grows with the square of a segment: on a CPU one of 4,096 tokens takes longer than all
+# the rest. Past this many tokens a bucket is filled with several items there.
+_LONGEST_CHEAP = 640
 _SEED = 20_240
 
 
@@ -213,7 +218,7 @@ class _Judge:
             rounded = eager(self._rounded, pixels.to(self._encoder.dtype), grid)
             eager_error = relative_error(rounded.to(torch.float32), expected)
         case = (pixels, expected, eager_error)
-        if grid in _FILLERS:
+        if grid in _FILLERS or grid == _LARGE_FILLER:
             self._kept[grid] = case
         return case
 
@@ -252,25 +257,28 @@ def _broken(
 
 def _routes(encoder: Encoder) -> Iterator[tuple[str, int | None, list[list[Grid]]]]:
     """Every budget full and at its lower edge, the exact shape, and items cut over runs."""
-    config = encoder.manifest.tower
-    max_segments = encoder.max_segments
+    config, slots, largest = encoder.manifest.tower, encoder.max_segments, encoder.ladder[-1]
+    is_cuda = encoder.device.type == "cuda"
     previous = 0
     for budget in encoder.ladder:
-        # Attention grows with the square of a segment: one that fills a large bucket is left to
-        # the largest of them.
-        if budget <= 576 or budget == encoder.ladder[-1]:
-            full, edge = [[_one_item(budget)], [_one_item(previous + 1)]]
-        else:
-            full = _batch(budget, max_segments)
-            edge = _batch(previous + 1, max_segments)
-        batches = [full, edge]
-        if max_segments > 1 and 576 >= budget >= 2:
-            batches.append(_batch(budget, min(max_segments, budget)))
-        yield "bucket", budget, batches
+        batches = []
+        for tokens in (budget, previous + 1):
+            if tokens <= _LONGEST_CHEAP or (is_cuda and budget == largest):
+                batches.append([_one_item(tokens)])
+            if tokens > _LONGEST_CHEAP or tokens == budget:
+                batches.append(_batch(tokens, slots))
+        yield "bucket", budget, _distinct(batches)
         previous = budget
-    largest = encoder.ladder[-1]
-    yield "exact", None, [[_one_item(1)], [_one_item(largest + 1)], _batch(96, max_segments)]
-    yield "cut", None, [_cut_items(config, largest, max_segments)]
+    over = largest + 1
+    one_over = is_cuda or over <= _LONGEST_CHEAP
+    exact = [[_one_item(1)], _batch(96, slots), [_one_item(over)] if one_over else _batch(over, slots)]
+    yield "exact", None, _distinct(exact)
+    yield "cut", None, [_cut_items(config, largest, slots)]
+
+
+def _distinct(batches: list[list[Grid]]) -> list[list[Grid]]:
+    """Without repetitions: in small buckets a batch may be a single item."""
+    return [batch for index, batch in enumerate(batches) if batch not in batches[:index]]
 
 
 def _one_item(tokens: int) -> Grid:
@@ -281,19 +289,22 @@ def _one_item(tokens: int) -> Grid:
     return 1, 2 * side, 2 * (tokens // side)
 
 
+def _tokens(grid: Grid) -> int:
+    return math.prod(grid) // 4
+
+
 def _batch(tokens: int, max_segments: int) -> list[Grid]:
     """Fillers, and an item for the rest, that together have that many tokens."""
     grids: list[Grid] = []
     left = tokens
-    fillers = sorted(_FILLERS, key=math.prod)
     while left and len(grids) < max_segments - 1:
-        # Small ones first for variety, then the largest, to stay within the segments.
-        fitting = [grid for grid in fillers if math.prod(grid) // 4 <= left]
-        slots_left = max_segments - 1 - len(grids)
-        large = not fitting or left > slots_left * 64 or len(grids) >= len(fillers)
-        grid = fitting[-1] if large else fitting[len(grids) % len(fitting)]
+        after = (max_segments - len(grids) - 1) * _tokens(_LARGE_FILLER)
+        fitting = [grid for grid in _FILLERS if _tokens(grid) <= left]
+        grid = fitting[len(grids) % len(fitting)] if fitting else _one_item(left)
+        if left - _tokens(grid) > after and left >= _tokens(_LARGE_FILLER):
+            grid = _LARGE_FILLER
         grids.append(grid)
-        left -= math.prod(grid) // 4
+        left -= _tokens(grid)
     if left:
         grids.append(_one_item(left))
     return grids
@@ -303,8 +314,8 @@ def _cut_items(config: TowerConfig, largest: int, max_segments: int) -> list[Gri
     """Clips: two segments, more tokens than the largest bucket, more segments than a run holds."""
     frames = config.vision_segment_max_frames
     small = (2 * frames + 1, 4, 4)
-    # Segments of a quarter of the largest bucket at most.
-    side = max(1, math.isqrt(largest // 4 // frames))
+    # Segments of a sixteenth of the largest bucket at most: several share a run.
+    side = max(1, math.isqrt(largest // 16 // frames))
     per_segment = frames * side * side
     long = (frames * (largest // per_segment + 1) + 1, 2 * side, 2 * side)
     many = (frames * max_segments + 1, 2, 2)

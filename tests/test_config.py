@@ -140,7 +140,7 @@ TOWER_REFUSALS = [
     ("vision_config.hidden_size", None, ("hidden_size", "None", "whole number")),
     ("vision_config.hidden_size", [160], ("hidden_size", "[160]", "whole number")),
     ("vision_config.hidden_size", 10**400, ("hidden_size", "up to")),
-    ("vision_config.hidden_size", 10**5000, ("hidden_size", "too long to print", "up to")),
+    ("vision_config.hidden_size", 10**5000, ("hidden_size", "bits>", "up to")),
     ("vision_config.num_hidden_layers", 10**9, ("num_hidden_layers", "1000000000", "1024")),
     ("vision_config.layer_norm_eps", float("nan"), ("layer_norm_eps", "nan", "positive")),
     ("vision_config.layer_norm_eps", "1e-5", ("layer_norm_eps", "'1e-5'", "number")),
@@ -262,7 +262,7 @@ BUILD_REFUSALS: list[tuple[dict[Any, Any], tuple[str, ...]]] = [
     ({"max_items": 8.0}, ("max_items", "8.0", "whole number")),
     ({"max_items": None}, ("max_items", "None", "whole number")),
     ({"max_items": [8]}, ("max_items", "[8]", "whole number")),
-    ({"max_items": 1 << 20000}, ("max_items", "too long to print", "whole number")),
+    ({"max_items": 1 << 20000}, ("max_items", "bits>", "whole number")),
     ({"budgets": []}, ("budgets", "[]", "increasing")),
     ({"budgets": 64}, ("budgets", "64", "a list of increasing")),
     ({"budgets": "64,128"}, ("budgets", "'64,128'", "a list of increasing")),
@@ -277,7 +277,7 @@ BUILD_REFUSALS: list[tuple[dict[Any, Any], tuple[str, ...]]] = [
     ({"budgets": [None]}, ("budgets", "has None", "whole numbers")),
     ({"budgets": [[64]]}, ("budgets", "has [64]", "whole numbers")),
     ({"budgets": [64, MAX_TOKENS + 1]}, ("budgets", str(MAX_TOKENS + 1), str(MAX_TOKENS))),
-    ({"budgets": [1 << 20000]}, ("budgets", "too long to print", str(MAX_TOKENS))),
+    ({"budgets": [1 << 20000]}, ("budgets", "bits>", str(MAX_TOKENS))),
     ({"specialize": 0}, ("specialize", "0", "increasing")),
     ({"specialize": False}, ("specialize", "False", "increasing")),
     ({"specialize": ""}, ("specialize", "''", "increasing")),
@@ -317,7 +317,7 @@ YAML_REFUSALS = [
     ("out: '\x01'\n", "not valid YAML"),
     ("out: a\nmax_items: 3\nout: b\n", "'out' is given twice"),
     ("out: " + "[" * 5000 + "\n", "nested too deeply"),
-    ("max_items: 0x" + "f" * 5000 + "\n", "too long to print"),
+    ("max_items: 0x" + "f" * 5000 + "\n", "bits>"),
     ("budgets: &a [*a]\n", "budgets has [[["),
     ("budgets: !!set {64, 128}\n", "budgets is {64, 128}"),
     ("budgets: !!binary aGk=\n", "budgets is b'hi'"),
@@ -380,7 +380,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(BuildConfig.__struct_fields__), ANYTHING, max_size=4))
 def test_any_build_value_is_taken_or_refused_in_one_line(values: dict[str, Any]) -> None:
     try:
@@ -402,7 +402,7 @@ TOWER_PATHS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(TOWER_PATHS), ANYTHING)
 def test_any_tower_value_is_taken_or_refused_in_one_line(path: str, value: Any) -> None:
     try:
@@ -441,7 +441,7 @@ def test_refused_backend_gives_reason_and_way_out(name: str, device: str, way_ou
     with pytest.raises(ConfigError) as caught:
         candidates(name, device, "bfloat16", captured=True)
     reason = REFUSED_BACKENDS[name]
-    assert_refusal(caught.value, name, "refused", reason, f"; use auto", way_out)
+    assert_refusal(caught.value, name, "refused", reason, "; use auto", way_out)
     assert "host" in reason
 
 
@@ -516,7 +516,7 @@ PREPROCESS_REFUSALS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"min_pixels": True}, ("min_pixels", "True", "whole number")),
     ({"min_pixels": 10}, ("min_pixels is 10", "784 <= min_pixels")),
     ({"min_pixels": 5000, "max_pixels": 4000}, ("max_pixels is 4000", "min_pixels <=")),
-    ({"max_pixels": 1 << 20000}, ("max_pixels", "too long to print", "whole number")),
+    ({"max_pixels": 1 << 20000}, ("max_pixels", "bits>", "whole number")),
     ({"patch_size": {"height": 14}}, ("patch_size", "{'height': 14}", "whole number")),
     ({"merge_size": None}, ("merge_size", "None", "whole number")),
     ({"do_resize": False}, ("do_resize", "False", "true")),
@@ -543,11 +543,13 @@ def test_preprocess_refusal(values: dict[str, Any], parts: tuple[str, ...]) -> N
     assert caught.value.exit_code is ExitCode.ARTIFACT
 
 
-PREPROCESS_KEYS = """size min_pixels max_pixels patch_size merge_size temporal_patch_size do_resize
-resample rescale_factor image_mean image_std do_convert_rgb""".split()
+PREPROCESS_KEYS = [
+    *("size", "min_pixels", "max_pixels", "patch_size", "merge_size", "temporal_patch_size"),
+    *("do_resize", "resample", "rescale_factor", "image_mean", "image_std", "do_convert_rgb"),
+]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(PREPROCESS_KEYS), ANYTHING, max_size=3))
 def test_any_preprocess_value_is_taken_or_refused_in_one_line(values: dict[str, Any]) -> None:
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,20 @@ from m3compile.attention.reference import attend_segments
 from m3compile.config.backends import BACKENDS, attention_choices
 from m3compile.errors import ConfigError, DependencyError
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+# FlashAttention 3 writes three int32 words a segment, and one more.
+SCHEDULE_WORDS = 3
 
 
 def run_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, backend: str, zero_padding: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    backend: str,
+    zero_padding: bool = True,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """The op's CPU kernel: `TORCH_SDPA`, which always zeroes padding."""
     if backend != "TORCH_SDPA":
@@ -26,15 +36,47 @@ def run_on_cpu(
 
 
 def run_on_cuda(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, backend: str, zero_padding: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    backend: str,
+    zero_padding: bool = True,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """The op's CUDA kernel: the named implementation, then zeros past the last segment."""
-    out = implementation(backend)(q, k, v, cu_seqlens)
+    out = implementation(backend)(q, k, v, cu_seqlens, schedule)
     if zero_padding and backend != "TORCH_SDPA":
         rows = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
         # Not a product with the mask: what lies there may be NaN.
         out.masked_fill_((rows >= cu_seqlens[-1])[:, None, None], 0)
     return out
+
+
+def make_schedule(
+    cu_seqlens: Tensor, num_rows: int, num_heads: int, head_dim: int, backend: str
+) -> Tensor:
+    """The schedule op's CUDA kernel, for FlashAttention 3 in bfloat16."""
+    assert backend == "FLASH_ATTN_3", backend
+    forward = _flash_attn_3_op()
+    schedule: Tensor = forward.get_scheduler_metadata(
+        cu_seqlens.shape[0] - 1,
+        num_rows,
+        num_rows,
+        num_heads,
+        num_heads,
+        head_dim,
+        head_dim,
+        torch.bfloat16,
+        cu_seqlens.diff(),
+        cu_seqlens_q=cu_seqlens,
+        num_splits=1,
+    )
+    return schedule
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None) -> Tensor:
+    return attend_segments(q, k, v, cu_seqlens)
 
 
 @functools.cache
@@ -46,7 +88,7 @@ def implementation(backend: str) -> Attend:
         DependencyError: its package is not installed, or does not import.
     """
     if backend == "TORCH_SDPA":
-        return attend_segments
+        return _plain
     if backend == "FLASH_ATTN":
         return _first_installed("FLASH_ATTN")
     if backend not in _LOADERS:
@@ -77,7 +119,9 @@ def _load_flash_attn_4() -> Attend:
     interface = importlib.import_module("flash_attn.cute.interface")
     varlen = interface.flash_attn_varlen_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None
+    ) -> Tensor:
         rows = q.shape[0]
         result = varlen(
             q,
@@ -95,9 +139,11 @@ def _load_flash_attn_4() -> Attend:
 
 
 def _load_flash_attn_3() -> Attend:
-    forward = _flash_attn_3_op()
+    forward = _flash_attn_3_op().fwd
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None
+    ) -> Tensor:
         rows = q.shape[0]
         # One split of the keys: with more, the result would depend on the whole batch.
         return forward(
@@ -110,14 +156,16 @@ def _load_flash_attn_3() -> Attend:
             max_seqlen_q=rows,
             max_seqlen_k=rows,
             softmax_scale=q.shape[2] ** -0.5,
+            scheduler_metadata=schedule,
             num_splits=1,
         )[0]
 
     return attend
 
 
-def _flash_attn_3_op() -> Callable[..., tuple[Tensor, ...]]:
-    """The op under FlashAttention 3's Python wrapper, which would copy the result."""
+@functools.cache
+def _flash_attn_3_op() -> Any:
+    """The ops under FlashAttention 3's Python wrapper, which would copy the result."""
     for module, namespace in (
         ("fa3_fwd_interface", "fa3_fwd"),
         ("flash_attn_interface", "flash_attn_3"),
@@ -128,14 +176,16 @@ def _flash_attn_3_op() -> Callable[..., tuple[Tensor, ...]]:
             if error.name != module:
                 raise
             continue
-        return getattr(torch.ops, namespace).fwd  # type: ignore[no-any-return]
+        return getattr(torch.ops, namespace)
     raise ImportError("neither fa3_fwd_interface nor flash_attn_interface is installed")
 
 
 def _load_flash_attn_2() -> Attend:
     varlen = importlib.import_module("flash_attn").flash_attn_varlen_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None
+    ) -> Tensor:
         rows = q.shape[0]
         return varlen(q, k, v, cu_seqlens, cu_seqlens, rows, rows)  # type: ignore[no-any-return]
 
@@ -145,7 +195,9 @@ def _load_flash_attn_2() -> Attend:
 def _load_flash_attn_torch() -> Attend:
     forward = torch.ops.aten._flash_attention_forward.default
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None
+    ) -> Tensor:
         rows = q.shape[0]
         return forward(  # type: ignore[no-any-return]
             q, k, v, cu_seqlens, cu_seqlens, rows, rows, 0.0, False, False, scale=q.shape[2] ** -0.5
@@ -157,7 +209,9 @@ def _load_flash_attn_torch() -> Attend:
 def _load_aiter() -> Attend:
     varlen = importlib.import_module("aiter").flash_attn_varlen_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None
+    ) -> Tensor:
         rows = q.shape[0]
         return varlen(  # type: ignore[no-any-return]
             q,

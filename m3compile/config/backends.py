@@ -18,6 +18,7 @@ class BackendFacts(msgspec.Struct, frozen=True, kw_only=True):
         dtypes: dtypes of q, k and v it computes in.
         capture_refusal: why a CUDA graph cannot capture it, or None if it can.
         distributions: packages that bring it, any of them; empty if torch itself does.
+        has_schedule: whether its scheduling kernel can be run once for all layers.
     """
 
     name: str
@@ -26,6 +27,7 @@ class BackendFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
     capture_refusal: str | None = None
     distributions: tuple[str, ...] = ()
+    has_schedule: bool = False
 
 
 _HALF = ("bfloat16", "float16")
@@ -47,6 +49,7 @@ BACKENDS: dict[str, BackendFacts] = {
             devices=("cuda",),
             dtypes=_HALF,
             distributions=("fa3-fwd", "flash-attn-3"),
+            has_schedule=True,
         ),
         BackendFacts(
             name="FLASH_ATTN_2",
@@ -108,7 +111,7 @@ def candidates(name: str, device: str, dtype: str, *, captured: bool) -> tuple[B
     Raises:
         ConfigError: `name` is unknown, or cannot serve there; with the reason and the way out.
     """
-    if device not in _WAY_OUT:
+    if device not in tuple(_WAY_OUT):
         raise ConfigError(f"device is {shown(device)}; allowed: {', '.join(_WAY_OUT)}")
     known = attention_choices()
     if name not in known and name not in tuple(REFUSED_BACKENDS):

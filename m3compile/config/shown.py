@@ -6,9 +6,17 @@ import reprlib
 from typing import Any
 
 _MAX_CHARS = 120
+_MAX_BITS = 256
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = _MAX_CHARS
+
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python itself does not print whole numbers of many thousand digits.
+        return repr(x) if x.bit_length() <= _MAX_BITS else f"<a number of {x.bit_length()} bits>"
+
+
+_repr = _Repr()
+_repr.maxstring = _repr.maxother = _MAX_CHARS
 _repr.maxlist = _repr.maxtuple = _repr.maxset = _repr.maxdict = 8
 # An alias in YAML can make a few lines into a structure of billions: look only near its top.
 _repr.maxlevel = 3
@@ -16,9 +24,5 @@ _repr.maxlevel = 3
 
 def shown(value: Any) -> str:
     """`value` as Python would write it, shortened; one line whatever it holds."""
-    try:
-        text = _repr.repr(value)
-    except ValueError:
-        # Python does not print whole numbers of many thousand digits.
-        return f"a {type(value).__name__} too long to print"
+    text = _repr.repr(value)
     return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."

@@ -1,0 +1,1 @@
+"""From a tower to a compiled package: export, then AOTInductor."""

@@ -1,0 +1,80 @@
+"""Compiling an exported program ahead of time, into a package without weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+from torch.export import ExportedProgram
+
+from m3compile.errors import BuildError
+
+_INDUCTOR_CONFIG = {
+    # The weights live in weights.safetensors, once, and are bound by the loader.
+    "aot_inductor.package_constants_in_so": False,
+    # Without this, run-time input checks wrongly refuse the smallest size.
+    "aot_inductor.check_lowerbound": False,
+    # Compiling the headers ahead costs more than it saves for a single program.
+    "aot_inductor.precompile_headers": False,
+}
+
+# Needed at load: the shared object, the custom-op calls and the metadata; CUDA kernels too.
+_SOURCE_SUFFIXES = (".cpp", ".cc", ".cu", ".h", ".py")
+
+
+def compile_package(exported: ExportedProgram, package: Path) -> None:
+    """Compile with AOTInductor and write `package` (.pt2), without weights and sources.
+
+    Raises:
+        BuildError: no C++ compiler, one that makes packages crash, or the compiler failed.
+    """
+    # Imported here: it takes seconds, and only a build needs it.
+    import torch._inductor
+    from torch._inductor.exc import InductorError
+
+    _require_compiler()
+    full = package.with_name(f"{package.stem}.full.pt2")
+    try:
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(full), inductor_configs=_INDUCTOR_CONFIG
+        )
+        _slim(full, package)
+    except (InductorError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise BuildError(f"AOTInductor failed: {reason[0]}") from error
+    finally:
+        full.unlink(missing_ok=True)
+    _require_shared_libstdcxx(package)
+
+
+def _require_compiler() -> None:
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler.split()[0]) is None:
+        raise BuildError(
+            f"no C++ compiler: {compiler} is not on the PATH; install g++, or set CXX to a compiler"
+        )
+
+
+def _slim(source: Path, target: Path) -> None:
+    """Copy a package without the C++ sources, which nothing reads after the build."""
+    with zipfile.ZipFile(source) as full, zipfile.ZipFile(target, "w") as slim:
+        for info in full.infolist():
+            if not info.filename.endswith(_SOURCE_SUFFIXES):
+                slim.writestr(info, full.read(info), zipfile.ZIP_STORED)
+
+
+def _require_shared_libstdcxx(package: Path) -> None:
+    """Refuse a program with libstdc++ linked in: two copies in one process crash at load."""
+    with zipfile.ZipFile(package) as archive:
+        libraries = [name for name in archive.namelist() if name.endswith(".so")]
+        for name in libraries:
+            if b"libstdc++.so" not in archive.read(name) and b"libc++.so" not in archive.read(name):
+                raise BuildError(
+                    f"the C++ compiler {os.environ.get('CXX', 'g++')} links libstdc++ statically, "
+                    "and the program would crash at load; set CXX and CC to the system's compiler, "
+                    "such as CXX=/usr/bin/g++ CC=/usr/bin/gcc"
+                )
+    if not libraries:
+        raise BuildError("AOTInductor wrote a package without a program")

@@ -1,0 +1,1 @@
+"""Adapters for servers that run the encoder inside themselves; none is imported unless used."""

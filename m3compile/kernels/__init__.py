@@ -1,0 +1,48 @@
+"""The passes between the matrix products, in two forms with one meaning.
+
+`plain` is PyTorch code that any compiler fuses as it likes: the CPU's form, and the reference.
+`triton` are hand-written kernels for CUDA that run at the card's bandwidth, where the generated
+ones reach a third of it. A traced program carries the compiled kernels; a loader needs no Triton.
+
+Shape legend: P patch rows of a run (padding included), S slots of the segment table, H hidden
+size, D head_dim, R rotary pairs of a head.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol
+
+from torch import Tensor
+
+KERNELS = ("plain", "triton")
+
+
+class Kernels(Protocol):
+    """What both forms offer. `cu_seqlens` (S + 1,) int32 ends with the number of real rows."""
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`sum = x + delta` and `layer_norm(sum)`, both (P, H); float32 inside.
+
+        Padding rows of `delta` may hold anything; they are not added, so `sum` stays finite there.
+        """
+        ...
+
+    def rotate_heads(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k rotated in float32, and v: (P, heads, D) each, out of the fused (P, 3 H)."""
+        ...
+
+    def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The exact (erf) GELU of (P, width), row-wise; padding rows may stay unwritten."""
+        ...
+
+
+def kernels(name: str) -> Kernels:
+    """One of `KERNELS`; `triton` is imported when it is first asked for."""
+    assert name in KERNELS, name
+    form: Kernels = importlib.import_module(f"m3compile.kernels.{name}_form").FORM
+    return form

@@ -1,0 +1,100 @@
+"""The passes as Triton kernels; see `m3compile.kernels.Kernels`.
+
+Registered as `triton_op`, whose kernels AOTInductor compiles into the package.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from m3compile.kernels.triton_kernels import add_norm_kernel, gelu_kernel, rotate_kernel
+
+# Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
+_NORM_WARPS = 2
+_ROTATE_BLOCK = 512
+_ROTATE_WARPS = 2
+_GELU_BLOCK = 2048
+_GELU_WARPS = 4
+
+
+@triton_op("m3compile::add_norm", mutates_args=())
+def _add_norm(
+    x: Tensor, delta: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    normed = torch.empty_like(x)
+    size = x.shape[1]
+    wrap_triton(add_norm_kernel)[(x.shape[0],)](
+        x,
+        delta,
+        cu_seqlens,
+        weight,
+        bias,
+        total,
+        normed,
+        cu_seqlens.shape[0] - 1,
+        eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=_NORM_WARPS,
+    )
+    return total, normed
+
+
+@triton_op("m3compile::rotate_heads", mutates_args=())
+def _rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
+    size = qkv.shape[1] // 3
+    rotated = qkv.new_empty(qkv.shape[0], 2 * size)
+    blocks = triton.cdiv(2 * size, _ROTATE_BLOCK)
+    wrap_triton(rotate_kernel)[(qkv.shape[0], blocks)](
+        qkv,
+        cos,
+        sin,
+        rotated,
+        SIZE=size,
+        HEAD_DIM=size // num_heads,
+        HALF=cos.shape[1],
+        BLOCK=_ROTATE_BLOCK,
+        num_warps=_ROTATE_WARPS,
+    )
+    return rotated
+
+
+@triton_op("m3compile::gelu", mutates_args=())
+def _gelu(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    count = x.numel()
+    wrap_triton(gelu_kernel)[((count + _GELU_BLOCK - 1) // _GELU_BLOCK,)](
+        x,
+        cu_seqlens,
+        out,
+        cu_seqlens.shape[0] - 1,
+        count,
+        WIDTH=x.shape[1],
+        BLOCK=_GELU_BLOCK,
+        num_warps=_GELU_WARPS,
+    )
+    return out
+
+
+class _Triton:
+    def add_norm(
+        self, x: Tensor, delta: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return _add_norm(x, delta, cu_seqlens, weight, bias, eps)
+
+    def rotate_heads(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rotated = _rotate_heads(qkv, cos, sin, num_heads).unflatten(1, (2, num_heads, -1))
+        v = qkv.unflatten(1, (3, num_heads, -1))[:, 2]
+        return rotated[:, 0], rotated[:, 1], v
+
+    def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return _gelu(x, cu_seqlens)
+
+
+FORM = _Triton()

@@ -1,0 +1,187 @@
+"""The Triton kernels. Imported only where a program for CUDA is traced or tested.
+
+Shape legend: P patch rows of a run (padding included), H hidden size, D head_dim,
+R rotary pairs of a head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_kernel(
+    x_ptr,
+    delta_ptr,
+    bounds_ptr,
+    weight_ptr,
+    bias_ptr,
+    sum_ptr,
+    norm_ptr,
+    num_segments,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: `sum = x + delta`, `norm = layer_norm(sum)`, float32 inside.
+
+    Rows past the last segment become zero: what an attention kernel left unwritten there must
+    not reach the residual.
+    """
+    row = tl.program_id(0)
+    num_real = tl.load(bounds_ptr + num_segments)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    used = inside & (row < num_real)
+    offsets = row.to(tl.int64) * SIZE + columns
+    x = tl.load(x_ptr + offsets, mask=used, other=0.0).to(tl.float32)
+    x += tl.load(delta_ptr + offsets, mask=used, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sum_ptr + offsets, x.to(sum_ptr.dtype.element_ty), mask=inside)
+    # What is normalised is what is stored, as in the plain form.
+    x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
+    mean = tl.sum(x, 0) / SIZE
+    centred = tl.where(inside, x - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + eps)
+    norm = centred * scale * weight + bias
+    tl.store(norm_ptr + offsets, norm.to(norm_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of one row of q and k a program: rotates (P, 2 H) out of the fused (P, 3 H)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < 2 * SIZE
+    dim = columns % HEAD_DIM
+    is_first = dim < HALF
+    rotates = inside & (dim < 2 * HALF)
+    pair = tl.where(is_first, dim, dim - HALF)
+    partner = tl.where(is_first, columns + HALF, columns - HALF)
+    source = qkv_ptr + row * 3 * SIZE
+    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
+    sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
+    rotated = x * cos + tl.where(is_first, -other, other) * sin
+    tl.store(out_ptr + row * 2 * SIZE + columns, rotated.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_kernel(
+    x_ptr, bounds_ptr, out_ptr, num_segments, num_elements, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Exact GELU of (P, WIDTH), by blocks; blocks past the last segment are left unwritten.
+
+    The normal tail is Abramowitz and Stegun 7.1.26, whose error of 1.5e-7 is far below bfloat16.
+    """
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    num_real = tl.load(bounds_ptr + num_segments).to(tl.int64) * WIDTH
+    if tl.program_id(0).to(tl.int64) * BLOCK < num_real:
+        inside = offsets < num_elements
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        size = tl.abs(x)
+        t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * size)
+        poly = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t
+        tail = 0.5 * (poly + 0.254829592) * t * tl.exp(-0.5 * size * size)
+        out = tl.maximum(x, 0.0) - size * tail
+        # NaN and infinity stay what they are: the maximum above would drop a NaN.
+        out = tl.where(x == x, out, x)
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def short_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    bounds_ptr,
+    num_segments,
+    scale_log2,
+    qk_stride,
+    v_stride,
+    out_stride,
+    HEAD_DIM: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """BLOCK_M queries of one segment and one head a program.
+
+    Tiles start at the segment's start, so a segment's bits do not depend on where it lies. A head
+    of, say, 80 dims is 64 and 16 wide: no product is wider than it must be.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    slots = tl.arange(0, SLOTS)
+    starts = tl.load(bounds_ptr + slots, mask=slots < num_segments, other=0)
+    ends = tl.load(bounds_ptr + slots + 1, mask=slots < num_segments, other=0)
+    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    if tile < tl.sum(tiles, 0):
+        start = tl.sum(tl.where(slots == slot, starts, 0), 0)
+        end = tl.sum(tl.where(slots == slot, ends, 0), 0)
+        first = tl.sum(tl.where(slots < slot, tiles, 0), 0)
+        rows = start + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
+        low = tl.arange(0, LOW)
+        high = LOW + tl.arange(0, HIGH)
+        has_row = rows[:, None] < end
+        q_rows = q_ptr + rows[:, None] * qk_stride + head * HEAD_DIM
+        q_low = tl.load(q_rows + low[None, :], mask=has_row, other=0.0)
+        q_high = tl.load(
+            q_rows + high[None, :], mask=has_row & (high[None, :] < HEAD_DIM), other=0.0
+        )
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        out_low = tl.zeros((BLOCK_M, LOW), tl.float32)
+        out_high = tl.zeros((BLOCK_M, HIGH), tl.float32)
+        for at in range(start, end, BLOCK_N):
+            keys = at + tl.arange(0, BLOCK_N)
+            has_key = keys < end
+            k_rows = k_ptr + keys[None, :] * qk_stride + head * HEAD_DIM
+            k_low = tl.load(k_rows + low[:, None], mask=has_key[None, :], other=0.0)
+            k_high = tl.load(
+                k_rows + high[:, None],
+                mask=has_key[None, :] & (high[:, None] < HEAD_DIM),
+                other=0.0,
+            )
+            scores = tl.dot(q_low, k_low)
+            scores = tl.dot(q_high, k_high, scores) * scale_log2
+            scores = tl.where(has_key[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shrink = tl.exp2(top - new_top)
+            weights = tl.exp2(scores - new_top[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            v_rows = v_ptr + keys[:, None] * v_stride + head * HEAD_DIM
+            v_low = tl.load(v_rows + low[None, :], mask=has_key[:, None], other=0.0)
+            v_high = tl.load(
+                v_rows + high[None, :],
+                mask=has_key[:, None] & (high[None, :] < HEAD_DIM),
+                other=0.0,
+            )
+            weights = weights.to(v_low.dtype)
+            out_low = tl.dot(weights, v_low, out_low * shrink[:, None])
+            out_high = tl.dot(weights, v_high, out_high * shrink[:, None])
+            top = new_top
+        out_rows = out_ptr + rows[:, None] * out_stride + head * HEAD_DIM
+        element = out_ptr.dtype.element_ty
+        tl.store(out_rows + low[None, :], (out_low / total[:, None]).to(element), mask=has_row)
+        tl.store(
+            out_rows + high[None, :],
+            (out_high / total[:, None]).to(element),
+            mask=has_row & (high[None, :] < HEAD_DIM),
+        )
