@@ -11,6 +11,7 @@ from torch import Tensor
 
 from m3compile.buckets import Run, segments_of
 from m3compile.config import TowerConfig
+from m3compile.config.shown import shown
 from m3compile.errors import InputError
 
 Grid = tuple[int, int, int]
@@ -89,12 +90,15 @@ def check_batch(pixel_values: Any, grid_thw: Any, config: TowerConfig) -> Batch:
 def _read_grids(grid_thw: Any) -> list[Grid]:
     if isinstance(grid_thw, Tensor) or hasattr(grid_thw, "dtype"):
         shape = tuple(grid_thw.shape)
-        if grid_thw.dtype in (torch.bool, bool) or not _is_integer(grid_thw.dtype):
-            raise InputError(f"grid_thw has dtype {grid_thw.dtype}, expected integers")
+        # Before the dtype: a tensor made from an empty list is float32.
         if shape[:1] == (0,):
             return []
+        if grid_thw.dtype in (torch.bool, bool) or not _is_integer(grid_thw.dtype):
+            raise InputError(f"grid_thw has dtype {grid_thw.dtype}, expected integers")
         if len(shape) != 2 or shape[1] != 3:
             raise InputError(f"grid_thw has shape {shape}, expected (num_items, 3)")
+        if isinstance(grid_thw, Tensor):
+            _check_dense("grid_thw", grid_thw)
         return [tuple(row) for row in grid_thw.tolist()]
     if not isinstance(grid_thw, (list, tuple)):
         raise InputError(
@@ -102,17 +106,15 @@ def _read_grids(grid_thw: Any) -> list[Grid]:
         )
     grids = []
     for index, row in enumerate(grid_thw):
-        if isinstance(row, Tensor):
+        if hasattr(row, "tolist"):
             row = row.tolist()
-        if not hasattr(row, "__len__") or isinstance(row, (str, bytes)) or len(row) != 3:
-            raise InputError(f"item {index}: grid is {row!r}, expected three integers t, h, w")
-        if any(isinstance(side, bool) for side in row):
-            raise InputError(f"item {index}: grid is {row!r}, expected three integers t, h, w")
         try:
+            if not isinstance(row, (list, tuple)) or any(isinstance(side, bool) for side in row):
+                raise TypeError
             t, h, w = (operator.index(side) for side in row)
-        except TypeError:
+        except (TypeError, ValueError):
             raise InputError(
-                f"item {index}: grid is {row!r}, expected three integers t, h, w"
+                f"item {index}: grid is {shown(row)}, expected three integers t, h, w"
             ) from None
         grids.append((t, h, w))
     return grids
@@ -126,15 +128,16 @@ def _is_integer(dtype: Any) -> bool:
 
 def _check_grid(index: int, t: int, h: int, w: int) -> None:
     if t < 1 or h < 1 or w < 1:
-        raise InputError(f"item {index}: grid is {[t, h, w]}, every side must be at least 1")
+        raise InputError(f"item {index}: grid is {shown([t, h, w])}, every side must be at least 1")
     if h % 2 or w % 2:
         raise InputError(
-            f"item {index}: grid is {[t, h, w]}, height and width must be multiples of 2 "
+            f"item {index}: grid is {shown([t, h, w])}, height and width must be multiples of 2 "
             "(spatial_merge_size)"
         )
     if max(t, h, w) > _LARGEST_SIDE:
         raise InputError(
-            f"item {index}: grid is {[t, h, w]}, a side may be at most {_LARGEST_SIDE} patches"
+            f"item {index}: grid is {shown([t, h, w])}, a side may be at most {_LARGEST_SIDE} "
+            "patches"
         )
 
 
@@ -143,8 +146,7 @@ def _check_rows(
 ) -> None:
     if not rows.dtype.is_floating_point:
         raise InputError(f"{name} has dtype {rows.dtype}, expected a float dtype")
-    if rows.layout != torch.strided:
-        raise InputError(f"{name} has layout {rows.layout}, expected a dense tensor")
+    _check_dense(name, rows)
     shape = tuple(rows.shape)
     if len(shape) != 2 or shape[1] != config.patch_dim:
         # An empty batch has no rows to be wide.
@@ -157,6 +159,12 @@ def _check_rows(
             f"{name} has {shape[0]} rows, expected {expected}: the sum of t*h*w of "
             f"{len(grids)} items{last}"
         )
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise InputError(f"{name} is {kind} on {tensor.device}, expected a dense tensor with data")
 
 
 def run_sources(batch: Batch, run: Run) -> list[Tensor]:

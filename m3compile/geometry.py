@@ -35,7 +35,8 @@ def inverse_frequencies(config: TowerConfig) -> Tensor:
 
     Computed in float64 and rounded once, so that every route shares the same bits.
     """
-    exponents = torch.arange(0, config.axis_dim, 2, dtype=torch.float64) / config.axis_dim
+    steps = torch.arange(0, config.axis_dim, 2, dtype=torch.float64, device="cpu")
+    exponents = steps / config.axis_dim
     return (config.rope_theta**-exponents).to(torch.float32)
 
 

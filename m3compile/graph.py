@@ -1,17 +1,21 @@
 """One bucket of the ladder: its buffers, and the program at its shape.
 
-On a CPU a replay is a call of the program at the bucket's size. On CUDA it is the replay of a
-graph that was captured from the same program.
+On a CPU a run is a call of the program at the bucket's size. On CUDA it is the replay of a graph
+that was captured from the same program.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from m3compile.program import Program
+# `(P, patch_dim)` and `(S, 3)` int32 to `(P / 4, O)` and `(S,)` bool.
+Call = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Pool = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -36,44 +40,58 @@ class RunBuffers:
     is_nonfinite: Tensor
 
 
-class CalledBucket:
-    """A bucket that calls the program; every run's result is fresh memory."""
+class Bucket(Protocol):
+    """What runs a bucket.
 
-    def __init__(self, program: Program, pixel_values: Tensor, segments: Tensor) -> None:
-        self._program = program
-        self._inputs = (pixel_values, segments)
+    Attributes:
+        is_graph: whether a run is a replay, whose result is the bucket's own memory.
+    """
+
+    is_graph: bool
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Embeddings (budget, O) and non-finite slots (S,) of what the input buffers hold."""
-        return self._program(*self._inputs)
+        ...
+
+
+class CalledBucket:
+    """A bucket that calls the program; every run's result is fresh memory."""
+
+    is_graph = False
+
+    def __init__(self, call: Call, pixel_values: Tensor, segments: Tensor) -> None:
+        self._call = call
+        self._inputs = (pixel_values, segments)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        return self._call(*self._inputs)
 
 
 class CapturedBucket:
     """A bucket that replays a CUDA graph.
 
-    Captured on the stream that is current, which must not be the default one, with the program
-    warmed up there at the same shape. Largest budget first, so that smaller ones fit into the
-    pool's blocks.
+    Captured on the stream that is current, which must not be the default one, once the program has
+    been warmed up there at the same shape: lazy set-up (cuBLAS workspaces, kernels' modules) is
+    not capturable. Largest budget first, so that smaller ones fit into the pool's blocks.
 
     Args:
-        program: anything capturable at these shapes.
+        call: anything capturable at these shapes.
         pixel_values, segments: as in `RunBuffers`; must stay where they are.
         pool: the memory pool shared by all buckets of an encoder. Replays that share it must not
             overlap, on any stream.
     """
 
-    def __init__(
-        self, program: Program, pixel_values: Tensor, segments: Tensor, pool: tuple[int, int]
-    ) -> None:
-        stream = torch.cuda.current_stream()
-        # Lazy set-up (cuBLAS workspaces, Triton modules, attention kernels) is not capturable.
-        program(pixel_values, segments)
-        stream.synchronize()
+    is_graph = True
+
+    def __init__(self, call: Call, pixel_values: Tensor, segments: Tensor, pool: Pool) -> None:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
-            self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            self._graph,
+            pool=pool,
+            stream=torch.cuda.current_stream(),
+            capture_error_mode="thread_local",
         ):
-            embeddings, is_nonfinite = program(pixel_values, segments)
+            embeddings, is_nonfinite = call(pixel_values, segments)
         self.buffers = RunBuffers(pixel_values, segments, embeddings, is_nonfinite)
 
     def run(self) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from m3compile.artifact import PROGRAM, WEIGHTS, Manifest, check_files, read_manifest
-from m3compile.attention import OP_SCHEMA
+from m3compile.artifact import (
+    PROGRAM,
+    WEIGHTS,
+    Manifest,
+    check_files,
+    check_seal,
+    read_manifest,
+)
 from m3compile.config import build_config_from_mapping
 from m3compile.errors import (
     ArtifactDamagedError,
@@ -20,6 +26,7 @@ from m3compile.errors import (
     RequestError,
 )
 from m3compile.host import decide, detect
+from m3compile.ops import OP_SCHEMA
 from m3compile.program import CompiledProgram
 from m3compile.runtime import Encoder
 
@@ -98,6 +105,7 @@ def open_program(path: str | Path, device: str | torch.device | None = None) -> 
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     where = check_machine(folder, manifest, where)
+    check_seal(folder / PROGRAM, manifest)
     weights = load_weights(folder, manifest, where)
     program = CompiledProgram(folder / PROGRAM, weights, where)
     return OpenedProgram(manifest, program, weights, where)

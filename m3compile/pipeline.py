@@ -12,26 +12,42 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from m3compile import artifact
-from m3compile.artifact import Manifest, Provenance, Requirements, TensorSpec
-from m3compile.attention import OP_SCHEMA, choose_backend
+from m3compile.artifact import (
+    Manifest,
+    Provenance,
+    Requirements,
+    TensorSpec,
+    program_inputs,
+    program_outputs,
+)
+from m3compile.attention import choose_backend
 from m3compile.buckets import default_ladder
-from m3compile.build.aoti import compile_package
+from m3compile.build.aoti import compile_package, require_compiler
 from m3compile.build.export import export_tower
-from m3compile.config import BOUNDS, TINY, BuildConfig, TowerConfig
+from m3compile.config import BOUNDS, TINY, BuildConfig, TowerConfig, preprocess_config_for_tower
 from m3compile.config.backends import candidates
-from m3compile.errors import BuildError, ConfigError, OperationError, VerificationError
+from m3compile.errors import (
+    BuildError,
+    ConfigError,
+    M3CompileError,
+    OperationError,
+    VerificationError,
+)
 from m3compile.geometry import inverse_frequencies
 from m3compile.host import Host, detect
 from m3compile.loading import load
+from m3compile.ops import OP_SCHEMA
 from m3compile.progress import Progress
 from m3compile.tower import make_tower
 from m3compile.verify import VerifyReport, verify_encoder
 from m3compile.version import VERSION
 from m3compile.weights import Checkpoint, init_checkpoint, load_tower_state, open_checkpoint
+from m3compile.weights.files import read_json_object
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -79,9 +95,11 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     artifact.check_target(out, force=config.force)
     # Refused here, before a checkpoint is read, if no implementation can serve.
     candidates(config.attention, config.device, config.dtype, captured=_is_captured(config))
-    with _checkpoint_folder(config, progress) as (folder, is_random):
+    require_compiler()
+    with _checkpoint_folder(config, progress) as folder:
         with progress.stage("read checkpoint", seconds):
             checkpoint = open_checkpoint(folder)
+            _check_preprocessor(checkpoint)
             dtype = _DTYPES[config.dtype]
             state = load_tower_state(checkpoint, dtype, config.device, progress.advance)
             state["inverse_frequency"] = inverse_frequencies(checkpoint.config).to(config.device)
@@ -109,7 +127,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
                 if checkpoint.preprocessor_config is not None:
                     shutil.copyfile(checkpoint.preprocessor_config, staging / artifact.PREPROCESSOR)
                 host = detect(config.device, OP_SCHEMA)
-                manifest = _manifest(config, checkpoint, state, backend, reason, host, is_random)
+                manifest = _manifest(config, checkpoint, state, backend, reason, host)
+                artifact.seal(staging / artifact.PROGRAM, manifest)
                 manifest = _store(staging, manifest)
             del exported, state
             manifest, verification = _prove(staging, manifest, checkpoint, progress, seconds)
@@ -167,6 +186,11 @@ def _resolve(config: BuildConfig) -> BuildConfig:
         )
     if resolved.engine != "aoti":
         raise ConfigError(f"engine is {resolved.engine!r}; allowed: aoti")
+    # Accepted by the config, and not built yet: refused rather than left out in silence.
+    if resolved.specialize:
+        raise ConfigError(f"specialize is {list(resolved.specialize)}; allowed: []")
+    if resolved.fp8_scales is not None:
+        raise ConfigError(f"fp8_scales is {resolved.fp8_scales!r}; allowed: null")
     return resolved
 
 
@@ -185,17 +209,24 @@ def _max_segments(config: BuildConfig) -> int:
     return max(2, min(config.max_items, config.budgets[-1]))
 
 
+def _check_preprocessor(checkpoint: Checkpoint) -> None:
+    """Refuse settings that `encode` could not honour later."""
+    path = checkpoint.preprocessor_config
+    if path is not None:
+        preprocess_config_for_tower(read_json_object(path), checkpoint.config, str(path))
+
+
 @contextmanager
-def _checkpoint_folder(config: BuildConfig, progress: Progress) -> Iterator[tuple[Path, bool]]:
-    """The checkpoint's folder and whether its weights are random."""
+def _checkpoint_folder(config: BuildConfig, progress: Progress) -> Iterator[Path]:
+    """The checkpoint's folder; without one, that of a tiny one with random weights."""
     if config.checkpoint is not None:
-        yield Path(config.checkpoint), False
+        yield Path(config.checkpoint)
         return
     with tempfile.TemporaryDirectory(prefix="m3compile-") as folder:
         path = Path(folder) / "tiny"
         with progress.stage("make tiny checkpoint"):
             init_checkpoint(path, TINY)
-        yield path, True
+        yield path
 
 
 @contextmanager
@@ -203,8 +234,12 @@ def _one_line(staging: Path) -> Iterator[None]:
     """Turn what the system throws into an error of ours."""
     try:
         yield
+    except M3CompileError:
+        raise
     except torch.OutOfMemoryError as error:
         raise BuildError(f"out of device memory: {str(error).splitlines()[0]}") from error
+    except SafetensorError as error:
+        raise BuildError(f"cannot write to {staging.parent}: {error}") from error
     except OSError as error:
         raise BuildError(f"cannot write to {staging.parent}: {error.strerror or error}") from error
 
@@ -216,7 +251,6 @@ def _manifest(
     backend: str,
     reason: str,
     host: Host,
-    is_random: bool,
 ) -> Manifest:
     assert config.device is not None
     assert config.dtype is not None
@@ -231,18 +265,8 @@ def _manifest(
         ladder=config.budgets,
         max_segments=max_segments,
         dtype=config.dtype,
-        inputs=(
-            TensorSpec(
-                name="pixel_values", dtype=config.dtype, shape=("num_patches", tower.patch_dim)
-            ),
-            TensorSpec(name="segments", dtype="int32", shape=(max_segments, 3)),
-        ),
-        outputs=(
-            TensorSpec(
-                name="embeddings", dtype=config.dtype, shape=("num_patches/4", tower.output_size)
-            ),
-            TensorSpec(name="is_nonfinite", dtype="bool", shape=(max_segments,)),
-        ),
+        inputs=program_inputs(tower, config.dtype, max_segments),
+        outputs=program_outputs(tower, config.dtype, max_segments),
         weights=tuple(
             TensorSpec(
                 name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
@@ -266,8 +290,9 @@ def _manifest(
             torch=host.torch_full,
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             host=host.gpu_name or host.cpu_name,
-            weights="random" if is_random else "checkpoint",
-            checkpoint=None if is_random else str(checkpoint.path.resolve()),
+            weights="random" if checkpoint.is_random else "checkpoint",
+            # The tiny checkpoint that a build makes for itself is gone by now.
+            checkpoint=str(checkpoint.path.resolve()) if config.checkpoint else None,
             checkpoint_files={path.name: path.stat().st_size for path in checkpoint.files},
             attention_reason=reason,
         ),

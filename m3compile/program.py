@@ -9,16 +9,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Registers the attention op that a package calls by name.
-import m3compile.attention  # noqa: F401
+# Registers the ops that a package calls by name.
+import m3compile.ops  # noqa: F401
 from m3compile.errors import ArtifactDamagedError
+from m3compile.graph import Bucket, CapturedBucket, Pool
 
 
 class Program(Protocol):
-    """What a bucket runs, captured or not."""
+    """What an encoder runs; one call at a time."""
 
     def __call__(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-        """`(P, patch_dim)` and `(S, 3)` int32 to `(P / 4, O)` and `(S,)` bool, as the tower."""
+        """`(P, patch_dim)` and `(S, 3)` int32 to `(P / 4, O)` and `(S,)` bool, as the tower.
+
+        On CUDA it runs uncaptured on the current stream; the result is fresh memory.
+        """
+        ...
+
+    def capture(self, pixel_values: Tensor, segments: Tensor, pool: Pool) -> Bucket:
+        """A bucket at these shapes as a CUDA graph; arguments as `CapturedBucket`."""
         ...
 
 
@@ -62,3 +70,6 @@ class CompiledProgram:
     def __call__(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         embeddings, is_nonfinite = self._loader.boxed_run([pixel_values, segments])
         return embeddings, is_nonfinite
+
+    def capture(self, pixel_values: Tensor, segments: Tensor, pool: Pool) -> Bucket:
+        return CapturedBucket(self, pixel_values, segments, pool)

@@ -1,45 +1,110 @@
 """Getting a run's inputs to its buffers, and its non-finite flags back, without a wait.
 
-On CUDA the host writes small pinned blocks, in rings guarded by events: a later call must not
-overwrite what an earlier copy still reads.
+On CUDA the host reads and writes small pinned blocks, in rings guarded by events: a later run must
+not touch what an earlier copy still needs.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_TABLE_SLOTS = 32
+_RUN_SLOTS = 32
 _PIXEL_SLOTS = 2
 
+Segment = tuple[int, int, int]
 
-class PinnedRing:
-    """Pinned blocks of one shape, handed out in turn.
 
-    `take` returns a block no earlier copy still reads; `give` marks it as read by the work on the
-    current stream so far.
+class RunSlot:
+    """One run under way: its segment table on the host, and its flags on their way back.
+
+    Attributes:
+        table: (S, 3) int32, pinned on CUDA.
+        flags: (S,) bool, pinned on CUDA; the run's once `done` has passed.
+        done: recorded behind the run; None on a CPU.
     """
 
-    def __init__(self, slots: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._blocks = [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(slots)]
-        self._events: list[torch.cuda.Event | None] = [None] * slots
+    def __init__(self, table: Tensor, flags: Tensor, done: torch.cuda.Event | None) -> None:
+        self.table = table
+        self.flags = flags
+        self.done = done
+        self._rows = table.numpy()
+        self._flags = flags.numpy()
+        self._used = 0
+        self._items: list[int] | None = None
+        self._call = -1
+
+    def write(self, segments: Sequence[Segment]) -> None:
+        """Fill the table; unused slots become zero."""
+        count = len(segments)
+        if count:
+            self._rows[:count] = segments
+        if count < self._used:
+            self._rows[count : self._used] = 0
+        self._used = count
+
+    def expect(self, items: list[int], call: int) -> None:
+        """Flags will come; `items` has the item of every used slot."""
+        self._items, self._call = items, call
+
+    def nonfinite_items(self) -> tuple[int, set[int]]:
+        """The call, and its items that had a non-finite pixel; waits for the run. Once a run."""
+        if self.done is not None:
+            self.done.synchronize()
+        items, self._items = self._items, None
+        if not items or not self._flags.any():
+            return self._call, set()
+        return self._call, {item for item, flag in zip(items, self._flags, strict=False) if flag}
+
+
+class RunRing:
+    """The slots of the latest runs, and the count of items that had a non-finite pixel.
+
+    An item of several runs is counted once.
+    """
+
+    def __init__(self, max_segments: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        slots = _RUN_SLOTS if is_cuda else 1
+        tables = torch.zeros(
+            (slots, max_segments, 3), dtype=torch.int32, device="cpu", pin_memory=is_cuda
+        )
+        flags = torch.zeros(
+            (slots, max_segments), dtype=torch.bool, device="cpu", pin_memory=is_cuda
+        )
+        self._slots = [
+            RunSlot(table, flag, torch.cuda.Event() if is_cuda else None)
+            for table, flag in zip(tables, flags, strict=True)
+        ]
         self._next = 0
+        self._total = 0
+        self._call = -1
+        self._counted: set[int] = set()
 
-    def take(self) -> Tensor:
-        event = self._events[self._next]
-        if event is not None:
-            event.synchronize()
-        return self._blocks[self._next]
+    def take(self) -> RunSlot:
+        """A slot that no earlier run needs any more."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        self._settle(slot)
+        return slot
 
-    def give(self) -> None:
-        event = self._events[self._next]
-        if event is None:
-            event = self._events[self._next] = torch.cuda.Event()
-        event.record()
-        self._next = (self._next + 1) % len(self._blocks)
+    def total(self) -> int:
+        """The count so far; waits for the runs that are under way."""
+        for slot in (*self._slots[self._next :], *self._slots[: self._next]):
+            self._settle(slot)
+        return self._total
+
+    def _settle(self, slot: RunSlot) -> None:
+        call, items = slot.nonfinite_items()
+        if not items:
+            return
+        if call != self._call:
+            self._call = call
+            self._counted.clear()
+        self._total += len(items - self._counted)
+        self._counted |= items
 
 
 class InputStage:
@@ -58,56 +123,82 @@ class InputStage:
     ) -> None:  # fmt: skip
         self.pixel_values = torch.zeros((num_rows, patch_dim), dtype=dtype, device=device)
         self.segments = torch.zeros((max_segments, 3), dtype=torch.int32, device=device)
-        self._tables: PinnedRing | None = None
+        self._written: Sequence[Segment] = ()
         self._pixels: PinnedRing | None = None
-        if device.type == "cuda":
-            self._tables = PinnedRing(_TABLE_SLOTS, (max_segments, 3), torch.int32)
 
-    def write_segments(self, segments: Sequence[tuple[int, int, int]]) -> None:
-        """Fill the table; unused slots become zero."""
-        block = self.segments if self._tables is None else self._tables.take()
-        block.zero_()
-        block[: len(segments)] = torch.tensor(segments, dtype=torch.int32)
-        if self._tables is not None:
-            self.segments.copy_(block, non_blocking=True)
-            self._tables.give()
+    def write_segments(self, segments: Sequence[Segment], slot: RunSlot) -> None:
+        """Put a run's segments into the shared table, by way of the run's slot."""
+        if segments == self._written:
+            return
+        slot.write(segments)
+        self.segments.copy_(slot.table, non_blocking=True)
+        self._written = segments
 
-    def write_rows(self, sources: Sequence[Tensor]) -> None:
-        """Copy the sources, one after the other, to the start of the shared rows."""
-        count = sum(len(source) for source in sources)
-        self._copy(sources, self.pixel_values[:count])
+    def clear_segments(self) -> None:
+        """Empty the shared table: no row belongs to a segment."""
+        self.segments.zero_()
+        self._written = ()
 
-    def fresh_rows(self, sources: Sequence[Tensor]) -> Tensor:
-        """The sources as one new tensor, for a run at its exact shape."""
-        count = sum(len(source) for source in sources)
-        rows = torch.empty(
-            (count, self.pixel_values.shape[1]),
-            dtype=self.pixel_values.dtype,
-            device=self.pixel_values.device,
-        )
-        self._copy(sources, rows)
-        return rows
+    def write_rows(self, sources: Sequence[Tensor], count: int) -> Tensor:
+        """Copy the sources, `count` rows end to end, to the start of the shared rows.
 
-    def _copy(self, sources: Sequence[Tensor], target: Tensor) -> None:
-        on_host = all(source.device.type == "cpu" for source in sources)
-        if self._tables is not None and on_host and len(target) <= len(self.pixel_values):
+        Returns:
+            (count, patch_dim): those rows, or fresh ones where they are more than the shared.
+        """
+        if count > len(self.pixel_values):
+            target = self.pixel_values.new_empty((count, self.pixel_values.shape[1]))
+            # Beyond the ladder a run takes tens of milliseconds; a blocking copy hides in it.
+            _gather(sources, target)
+            return target
+        target = self.pixel_values[:count]
+        if target.is_cuda and all(source.device.type == "cpu" for source in sources):
             # Through pinned memory, also from a caller's pinned tensor: the caller may write to it
             # as soon as the call returns.
             if self._pixels is None:
-                shape = tuple(self.pixel_values.shape)
-                self._pixels = PinnedRing(_PIXEL_SLOTS, shape, self.pixel_values.dtype)
-            block = self._pixels.take()[: len(target)]
+                self._pixels = PinnedRing(
+                    _PIXEL_SLOTS, tuple(self.pixel_values.shape), target.dtype
+                )
+            block = self._pixels.take()[:count]
             _gather(sources, block)
             target.copy_(block, non_blocking=True)
             self._pixels.give()
         else:
-            # Beyond the ladder a run takes tens of milliseconds; a blocking copy hides in it.
             _gather(sources, target)
+        return target
+
+
+class PinnedRing:
+    """Pinned blocks of one shape, handed out in turn.
+
+    `take` returns a block no earlier copy still reads; `give` marks it as read by the work on the
+    current stream so far.
+    """
+
+    def __init__(self, slots: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._blocks = [
+            torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True) for _ in range(slots)
+        ]
+        # An event that was never recorded has passed.
+        self._events = [torch.cuda.Event() for _ in range(slots)]
+        self._next = 0
+
+    def take(self) -> Tensor:
+        self._events[self._next].synchronize()
+        return self._blocks[self._next]
+
+    def give(self) -> None:
+        self._events[self._next].record()
+        self._next = (self._next + 1) % len(self._blocks)
 
 
 def _gather(sources: Sequence[Tensor], target: Tensor) -> None:
     """Copy the sources, one after the other, into `target`; waits where the host is involved."""
-    if len(sources) > 1 and all(source.device == target.device for source in sources):
+    if len(sources) == 1:
+        target.copy_(sources[0], non_blocking=sources[0].device == target.device)
+        return
+    # `cat` has no common dtype for some mixtures of float8.
+    kinds = {(source.device, source.dtype) for source in sources}
+    if len(kinds) == 1 and sources[0].device == target.device:
         torch.cat(list(sources), out=target)
         return
     offset = 0
@@ -115,57 +206,3 @@ def _gather(sources: Sequence[Tensor], target: Tensor) -> None:
         part = target[offset : offset + len(source)]
         part.copy_(source, non_blocking=source.device == target.device)
         offset += len(source)
-
-
-class NonfiniteCounter:
-    """Counts items that had a non-finite pixel, an item of several runs once.
-
-    On CUDA the flags come back by an asynchronous copy a run, and are read when `total` is asked
-    for or when the ring is full.
-    """
-
-    def __init__(self, max_segments: int, device: torch.device) -> None:
-        self._total = 0
-        self._call = -1
-        self._counted: set[int] = set()
-        self._pending: deque[tuple[torch.cuda.Event, Tensor, list[int], int]] = deque()
-        self._spare: list[tuple[torch.cuda.Event, Tensor]] = []
-        if device.type == "cuda":
-            self._spare = [
-                (torch.cuda.Event(), torch.zeros(max_segments, dtype=torch.bool, pin_memory=True))
-                for _ in range(_TABLE_SLOTS)
-            ]
-
-    def add(self, is_nonfinite: Tensor, items: list[int], call: int) -> None:
-        """Note a run's flags (S,) bool; `items` has the item of every used slot."""
-        if is_nonfinite.device.type == "cpu":
-            self._count(is_nonfinite, items, call)
-            return
-        while self._pending and (not self._spare or self._pending[0][0].query()):
-            self._settle()
-        event, flags = self._spare.pop()
-        flags.copy_(is_nonfinite, non_blocking=True)
-        event.record()
-        self._pending.append((event, flags, items, call))
-
-    def total(self) -> int:
-        """The count so far; waits for the runs that are under way."""
-        while self._pending:
-            self._settle()
-        return self._total
-
-    def _settle(self) -> None:
-        event, flags, items, call = self._pending.popleft()
-        event.synchronize()
-        self._count(flags, items, call)
-        self._spare.append((event, flags))
-
-    def _count(self, flags: Tensor, items: list[int], call: int) -> None:
-        if not flags.any():
-            return
-        if call != self._call:
-            self._call = call
-            self._counted.clear()
-        found = {item for item, flag in zip(items, flags.tolist(), strict=False) if flag}
-        self._total += len(found - self._counted)
-        self._counted |= found

@@ -52,31 +52,18 @@ class Block(nn.Module):
         self.fc1 = nn.Linear(size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, size)
 
-    def forward(
+    def attend(
         self, x: Tensor, normed: Tensor, cu_seqlens: Tensor, rotary: Rotary, schedule: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The residual and what the block adds to it after attention.
-
-        Args:
-            x: (P, H), the residual.
-            normed: (P, H), `norm1(x)`.
-
-        Returns:
-            x with attention added, and the MLP's contribution, which the next norm's pass adds.
-        """
+    ) -> Tensor:
+        """Attention: (P, H), the residual `x` and `norm1` of it, to the new residual."""
         q, k, v = self.passes.rotate_heads(self.qkv(normed), *rotary, self.num_heads)
         attended = varlen_attention(q, k, v, cu_seqlens, self.backend, False, schedule)
-        # Attention may leave padding rows unwritten; adding drops them there, which keeps the
-        # residual of padding finite, and with it the keys and values that the next layer's
-        # kernels over-read.
-        x, normed = self.add_norm(x, self.out_proj(attended.flatten(1)), cu_seqlens, self.norm2)
-        return x, self.fc2(self.passes.gelu(self.fc1(normed), cu_seqlens))
+        return self.passes.add_product(x, attended.flatten(1), self.out_proj)
 
-    def add_norm(
-        self, x: Tensor, delta: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm
-    ) -> tuple[Tensor, Tensor]:
-        """`x + delta`, and `norm` of it."""
-        return self.passes.add_norm(x, delta, cu_seqlens, norm.weight, norm.bias, norm.eps)
+    def expand(self, x: Tensor, normed: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The MLP: (P, H), the residual `x` and `norm2` of it, to the new residual."""
+        hidden = self.passes.gelu(self.fc1(normed), cu_seqlens)
+        return self.passes.add_product(x, hidden, self.fc2)
 
 
 class Tower(nn.Module):
@@ -94,9 +81,9 @@ class Tower(nn.Module):
         self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=False)
         self.pre_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.backend = backend
-        form = kernels(passes)
+        self.passes = kernels(passes)
         self.layers = nn.ModuleList(
-            Block(config, backend, form) for _ in range(config.num_hidden_layers)
+            Block(config, backend, self.passes) for _ in range(config.num_hidden_layers)
         )
         projector, output = config.projector_hidden_size, config.output_size
         self.projector = Mlp(config.hidden_size, projector, output)
@@ -148,12 +135,18 @@ class Tower(nn.Module):
             config.head_dim,
             self.backend,
         )
-        normed = self.layers[0].norm1(x)
-        for layer, after in zip(self.layers, self.layers[1:], strict=False):
-            x, delta = layer(x, normed, geometry.cu_seqlens, rotary, schedule)
-            x, normed = layer.add_norm(x, delta, geometry.cu_seqlens, after.norm1)
-        x, delta = self.layers[-1](x, normed, geometry.cu_seqlens, rotary, schedule)
-        return x + delta, geometry.segment_of_row, is_nonfinite
+        biases = [b for layer in self.layers for b in (layer.out_proj.bias, layer.fc2.bias)]
+        offsets = self.passes.residual_offsets(biases)
+        bounds = geometry.cu_seqlens
+        for index, layer in enumerate(self.layers):
+            lacks = (None, None) if offsets is None else offsets[2 * index : 2 * index + 2].unbind()
+            normed = self.passes.norm(x, bounds, layer.norm1, lacks[0])
+            x = layer.attend(x, normed, bounds, rotary, schedule)
+            normed = self.passes.norm(x, bounds, layer.norm2, lacks[1])
+            x = layer.expand(x, normed, bounds)
+        if offsets is not None:
+            x = (x + offsets[-1]).to(x.dtype)
+        return x, geometry.segment_of_row, is_nonfinite
 
 
 def make_tower(

@@ -21,14 +21,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from m3compile.config import PreprocessConfig
+from m3compile.config.resize import MAX_ASPECT_RATIO, resized_size
 from m3compile.errors import DependencyError, ExitCode, InputError, InputNotFoundError
 from m3compile.images import (
-    MAX_ASPECT_RATIO,
     MAX_IMAGE_PIXELS,
     image_rows,
     load_image,
     load_images,
-    resized_size,
 )
 
 GOLDENS = Path(__file__).parent / "goldens" / "images"

@@ -33,7 +33,7 @@ def blocks(language: str) -> list[str]:
 
 
 def command_lines() -> list[str]:
-    """The m3compile command lines of README and of the scripts; shell variables stay as they are."""
+    """The m3compile command lines of README and of the scripts; shell variables stay."""
     texts = [*blocks("sh"), *((ROOT / name).read_text(encoding="utf-8") for name in SCRIPTS)]
     found = re.findall(r"^ *(?:python -m )?m3compile +([^(].*)$", "\n".join(texts), re.MULTILINE)
     return [line.replace('"$@"', "") for line in found]

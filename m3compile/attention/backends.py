@@ -97,7 +97,8 @@ def implementation(backend: str) -> Attend:
         )
     try:
         return _LOADERS[backend]()
-    except ImportError as error:
+    # Also a package of the same import name that is another one.
+    except (ImportError, AttributeError) as error:
         packages = " or ".join(BACKENDS[backend].distributions)
         raise DependencyError(
             f"attention backend {backend} needs the package {packages}, which does not import "

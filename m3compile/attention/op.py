@@ -13,8 +13,6 @@ from m3compile.attention.backends import (
 )
 from m3compile.config.backends import BACKENDS
 
-# Stored in every manifest: a program calls the ops by these schemas, so a loader whose schemas
-# differ must not run it.
 _ATTENTION = (
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, str backend, "
     "bool zero_padding=True, Tensor? schedule=None) -> Tensor"
@@ -23,7 +21,7 @@ _SCHEDULE = (
     "attention_schedule(Tensor cu_seqlens, SymInt num_rows, int num_heads, int head_dim, "
     "str backend) -> Tensor"
 )
-OP_SCHEMA = f"{_ATTENTION}; {_SCHEDULE}"
+ATTENTION_SCHEMA = f"{_ATTENTION}; {_SCHEDULE}"
 
 _LIBRARY = torch.library.Library("m3compile", "DEF")
 _LIBRARY.define(_ATTENTION)

@@ -145,12 +145,14 @@ class CostModel:
 
 def _cover_costs(ladder: Sequence[int], replays: Sequence[float]) -> list[float]:
     """Per step of tokens, up to the largest budget: the cheapest replays with that capacity."""
+    # A bucket under one step counts as one: the table knows nothing smaller.
+    covered = [max(budget, _COVER_STEP) for budget in ladder]
     costs = [0.0]
     for tokens in range(_COVER_STEP, ladder[-1] + _COVER_STEP, _COVER_STEP):
         costs.append(
             min(
                 replay + costs[max(0, -(-(tokens - budget) // _COVER_STEP))]
-                for budget, replay in zip(ladder, replays, strict=True)
+                for budget, replay in zip(covered, replays, strict=True)
             )
         )
     return costs

@@ -21,7 +21,7 @@ _INDUCTOR_CONFIG = {
 }
 
 # Needed at load: the shared object, the custom-op calls and the metadata; CUDA kernels too.
-_SOURCE_SUFFIXES = (".cpp", ".cc", ".cu", ".h", ".py")
+_SOURCE_SUFFIXES = (".cc", ".cu", ".h", ".py")
 
 
 def compile_package(exported: ExportedProgram, package: Path) -> None:
@@ -34,7 +34,7 @@ def compile_package(exported: ExportedProgram, package: Path) -> None:
     import torch._inductor
     from torch._inductor.exc import InductorError
 
-    _require_compiler()
+    require_compiler()
     full = package.with_name(f"{package.stem}.full.pt2")
     try:
         torch._inductor.aoti_compile_and_package(
@@ -49,7 +49,12 @@ def compile_package(exported: ExportedProgram, package: Path) -> None:
     _require_shared_libstdcxx(package)
 
 
-def _require_compiler() -> None:
+def require_compiler() -> None:
+    """Refuse a machine without the C++ compiler that AOTInductor will call.
+
+    Raises:
+        BuildError: with the way out.
+    """
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler.split()[0]) is None:
         raise BuildError(
@@ -58,10 +63,13 @@ def _require_compiler() -> None:
 
 
 def _slim(source: Path, target: Path) -> None:
-    """Copy a package without the C++ sources, which nothing reads after the build."""
+    """Copy a package without the sources, which nothing reads after the build."""
     with zipfile.ZipFile(source) as full, zipfile.ZipFile(target, "w") as slim:
         for info in full.infolist():
-            if not info.filename.endswith(_SOURCE_SUFFIXES):
+            if info.filename.endswith(".cpp"):
+                # Loaders before torch 2.12 find the metadata by this file's name.
+                slim.writestr(info, b"", zipfile.ZIP_STORED)
+            elif not info.filename.endswith(_SOURCE_SUFFIXES):
                 slim.writestr(info, full.read(info), zipfile.ZIP_STORED)
 
 

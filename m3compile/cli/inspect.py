@@ -8,7 +8,16 @@ from pathlib import Path
 import click
 import msgspec
 
-from m3compile.artifact import VERIFY, Manifest, check_files, read_json, read_manifest
+from m3compile.artifact import (
+    PROGRAM,
+    VERIFY,
+    Manifest,
+    check_files,
+    check_seal,
+    read_json,
+    read_manifest,
+)
+from m3compile.errors import ArtifactDamagedError
 from m3compile.cli.console import stdout, table
 
 
@@ -20,6 +29,7 @@ def inspect(artifact: str, as_json: bool) -> None:
     folder = Path(artifact)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
+    check_seal(folder / PROGRAM, manifest)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(manifest), indent=2).decode())
         sys.stdout.flush()

@@ -10,7 +10,11 @@ from m3compile.config.build import (
     load_build_config,
 )
 from m3compile.config.checkpoint_config import tower_config_from_checkpoint
-from m3compile.config.preprocess import PreprocessConfig, preprocess_config_from_mapping
+from m3compile.config.preprocess import (
+    PreprocessConfig,
+    preprocess_config_for_tower,
+    preprocess_config_from_mapping,
+)
 from m3compile.config.tower import TINY, TowerConfig
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "TowerConfig",
     "build_config_from_mapping",
     "load_build_config",
+    "preprocess_config_for_tower",
     "preprocess_config_from_mapping",
     "tower_config_from_checkpoint",
 ]

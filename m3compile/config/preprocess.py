@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from m3compile.config.shown import shown
+from m3compile.config.tower import TowerConfig
 from m3compile.errors import CheckpointError
 
 _SIZE_FIELDS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
@@ -82,6 +83,32 @@ def preprocess_config_from_mapping(config: Mapping[str, Any], source: str) -> Pr
             f"{source}: min_pixels is {result.min_pixels} and max_pixels is {result.max_pixels}; "
             f"allowed: {result.factor**2} <= min_pixels <= max_pixels"
         )
+    return result
+
+
+def preprocess_config_for_tower(
+    config: Mapping[str, Any], tower: TowerConfig, source: str
+) -> PreprocessConfig:
+    """As `preprocess_config_from_mapping`, for images that a given tower will see.
+
+    What the mapping leaves out is taken from the tower.
+
+    Raises:
+        CheckpointError: also where the rows would not be those that the tower takes.
+    """
+    sizes = {
+        "patch_size": tower.patch_size,
+        "temporal_patch_size": tower.temporal_patch_size,
+        "merge_size": tower.spatial_merge_size,
+    }
+    result = preprocess_config_from_mapping(
+        {**sizes, **config} if isinstance(config, Mapping) else config, source
+    )
+    for key, expected in sizes.items():
+        if getattr(result, key) != expected:
+            raise CheckpointError(
+                f"{source}: {key} is {getattr(result, key)}; allowed: {expected}, the encoder's own"
+            )
     return result
 
 

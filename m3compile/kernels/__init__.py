@@ -11,9 +11,10 @@ size, D head_dim, R rotary pairs of a head.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 KERNELS = ("plain", "triton")
 
@@ -21,12 +22,28 @@ KERNELS = ("plain", "triton")
 class Kernels(Protocol):
     """What both forms offer. `cu_seqlens` (S + 1,) int32 ends with the number of real rows."""
 
-    def add_norm(
-        self, x: Tensor, delta: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """`sum = x + delta` and `layer_norm(sum)`, both (P, H); float32 inside.
+    def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
+        """What the residual lacks before the first and after each addition, (n + 1, H) float32.
 
-        Padding rows of `delta` may hold anything; they are not added, so `sum` stays finite there.
+        `add_product` may leave the biases (H,) out; their sums so far are added where the residual
+        is read. None where it adds them itself.
+        """
+        ...
+
+    def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+        """`x + linear(y)`, (P, H), perhaps without the bias and perhaps in the memory of `x`.
+
+        Padding rows may hold anything before and after.
+        """
+        ...
+
+    def norm(
+        self, x: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm, offset: Tensor | None
+    ) -> Tensor:
+        """`norm(x + offset)`, (P, H), float32 inside; padding rows of `x` are read as zero.
+
+        So padding stays finite where it matters, whatever attention left unwritten: kernels
+        over-read keys and values.
         """
         ...
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from m3compile.geometry import rotate
 
 
 class _Plain:
-    def add_norm(
-        self, x: Tensor, delta: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
+        return None
+
+    def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+        total: Tensor = x + linear(y)
+        return total
+
+    def norm(
+        self, x: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm, offset: Tensor | None
+    ) -> Tensor:
+        assert offset is None
         rows = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
         is_padding = rows >= cu_seqlens[-1]
-        total = x + delta.masked_fill(is_padding[:, None], 0)
-        return total, functional.layer_norm(total, (x.shape[1],), weight, bias, eps)
+        normed: Tensor = norm(x.masked_fill(is_padding[:, None], 0))
+        return normed
 
     def rotate_heads(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int

@@ -5,12 +5,15 @@ Registered as `triton_op`, whose kernels AOTInductor compiles into the package.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from m3compile.kernels.triton_kernels import add_norm_kernel, gelu_kernel, rotate_kernel
+from m3compile.kernels.product import add_product_
+from m3compile.kernels.triton_kernels import gelu_kernel, norm_kernel, rotate_kernel
 
 # Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
 _NORM_WARPS = 2
@@ -20,20 +23,18 @@ _GELU_BLOCK = 2048
 _GELU_WARPS = 4
 
 
-@triton_op("m3compile::add_norm", mutates_args=())
-def _add_norm(
-    x: Tensor, delta: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = torch.empty_like(x)
+@triton_op("m3compile::norm", mutates_args=())
+def _norm(
+    x: Tensor, offset: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
     normed = torch.empty_like(x)
     size = x.shape[1]
-    wrap_triton(add_norm_kernel)[(x.shape[0],)](
+    wrap_triton(norm_kernel)[(x.shape[0],)](
         x,
-        delta,
+        offset,
         cu_seqlens,
         weight,
         bias,
-        total,
         normed,
         cu_seqlens.shape[0] - 1,
         eps,
@@ -41,7 +42,7 @@ def _add_norm(
         BLOCK=triton.next_power_of_2(size),
         num_warps=_NORM_WARPS,
     )
-    return total, normed
+    return normed
 
 
 @triton_op("m3compile::rotate_heads", mutates_args=())
@@ -81,10 +82,18 @@ def _gelu(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 class _Triton:
-    def add_norm(
-        self, x: Tensor, delta: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return _add_norm(x, delta, cu_seqlens, weight, bias, eps)
+    def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
+        sums = torch.stack(list(biases)).to(torch.float32).cumsum(0)
+        return torch.nn.functional.pad(sums, (0, 0, 1, 0))
+
+    def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+        add_product_(x, y, linear.weight)
+        return x
+
+    def norm(
+        self, x: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm, offset: Tensor | None
+    ) -> Tensor:
+        return _norm(x, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
 
     def rotate_heads(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int

@@ -11,42 +11,33 @@ import triton.language as tl
 
 
 @triton.jit
-def add_norm_kernel(
+def norm_kernel(
     x_ptr,
-    delta_ptr,
+    offset_ptr,
     bounds_ptr,
     weight_ptr,
     bias_ptr,
-    sum_ptr,
-    norm_ptr,
+    out_ptr,
     num_segments,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: `sum = x + delta`, `norm = layer_norm(sum)`, float32 inside.
-
-    Rows past the last segment become zero: what an attention kernel left unwritten there must
-    not reach the residual.
-    """
+    """One row of `layer_norm(x + offset)` a program; rows past the last segment read as zero."""
     row = tl.program_id(0)
     num_real = tl.load(bounds_ptr + num_segments)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    used = inside & (row < num_real)
     offsets = row.to(tl.int64) * SIZE + columns
-    x = tl.load(x_ptr + offsets, mask=used, other=0.0).to(tl.float32)
-    x += tl.load(delta_ptr + offsets, mask=used, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=inside & (row < num_real), other=0.0).to(tl.float32)
+    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(sum_ptr + offsets, x.to(sum_ptr.dtype.element_ty), mask=inside)
-    # What is normalised is what is stored, as in the plain form.
-    x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
     mean = tl.sum(x, 0) / SIZE
     centred = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + eps)
-    norm = centred * scale * weight + bias
-    tl.store(norm_ptr + offsets, norm.to(norm_ptr.dtype.element_ty), mask=inside)
+    normed = centred * scale * weight + bias
+    tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from m3compile.weights.files import (
     FLOAT_DTYPES,
     INDEX_FILE,
     PREPROCESSOR_FILE,
+    RANDOM_KEY,
     SINGLE_FILE,
     ShardTensor,
     file_size,
@@ -58,6 +59,7 @@ class Checkpoint:
         files: the shards that hold vision tensors.
         warnings: what the user should know, one line each.
         preprocessor_config: `preprocessor_config.json`, where there is one.
+        is_random: whether `init_checkpoint` wrote it: its embeddings mean nothing.
     """
 
     path: Path
@@ -67,6 +69,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     warnings: tuple[str, ...]
     preprocessor_config: Path | None
+    is_random: bool = False
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -85,7 +88,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if not os.path.isdir(folder):
         raise CheckpointError(f"checkpoint {folder} is a file; expected a folder")
     config_path = folder / CONFIG_FILE
-    config = tower_config_from_checkpoint(read_json_object(config_path), str(config_path))
+    document = read_json_object(config_path)
+    config = tower_config_from_checkpoint(document, str(config_path))
 
     shard_of, source, warnings = _placement(folder)
     names = {name for name in shard_of if is_tower_name(name)}
@@ -124,6 +128,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         files=tuple(folder / shard for shard in sorted(headers)),
         warnings=tuple(warnings),
         preprocessor_config=_optional_file(folder / PREPROCESSOR_FILE),
+        is_random=document.get(RANDOM_KEY) is True,
     )
 
 

@@ -27,6 +27,8 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PREPROCESSOR_FILE = "preprocessor_config.json"
+# Top-level key of a config.json whose weights are random numbers.
+RANDOM_KEY = "m3compile_random_weights"
 
 # The format's own limit for a header; the largest real index is a few megabytes.
 MAX_JSON_BYTES = 100_000_000

@@ -18,7 +18,13 @@ from safetensors.torch import save_file
 
 from m3compile.config import PreprocessConfig, TowerConfig
 from m3compile.errors import OperationError, RequestError
-from m3compile.weights.files import CONFIG_FILE, FLOAT_DTYPES, INDEX_FILE, PREPROCESSOR_FILE
+from m3compile.weights.files import (
+    CONFIG_FILE,
+    FLOAT_DTYPES,
+    INDEX_FILE,
+    PREPROCESSOR_FILE,
+    RANDOM_KEY,
+)
 from m3compile.weights.table import CheckpointTensor, tower_tensors
 
 SHARD_BYTES = 512 * 1024**2
@@ -41,6 +47,7 @@ def init_checkpoint(
     Weights are normal with a standard deviation of `fan_in ** -0.5`, biases of 0.1, norm gains of
     0.2 around 1, so that attention and rotary matter. A tensor depends on `seed` and its name
     alone. The folder is written aside and renamed into place; one shard is in memory at a time.
+    Its config says that the weights are random, and `Checkpoint.is_random` repeats it.
 
     Args:
         directory: the checkpoint's folder; made, with its parents, where it does not exist.
@@ -211,6 +218,7 @@ def _config_document(config: TowerConfig, dtype: torch.dtype) -> dict[str, Any]:
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
         "torch_dtype": str(dtype).removeprefix("torch."),
+        RANDOM_KEY: True,
     }
 
 

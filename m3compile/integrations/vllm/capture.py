@@ -10,7 +10,7 @@ from torch import Tensor
 from m3compile.artifact import Manifest
 from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import ArtifactIncompatibleError, InputError, RequestError
-from m3compile.integrations.vllm.tensors import DTYPES, plain_tensors
+from m3compile.integrations.vllm.tensors import dtype_of, plain_tensors
 
 ROWS, SEGMENTS = "pixel_values", "segments"
 BUFFER_KEYS = (ROWS, SEGMENTS)
@@ -29,7 +29,7 @@ class CaptureBuffers:
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self._patch_dim = manifest.tower.patch_dim
-        self._dtype = DTYPES[manifest.dtype]
+        self._dtype = dtype_of(manifest)
         self._max_segments = manifest.max_segments
         self._device = device
         self._rows: Tensor | None = None

@@ -7,7 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from m3compile.artifact import Manifest
+
+
+def dtype_of(manifest: Manifest) -> torch.dtype:
+    """What the program computes in; its inputs and outputs have it too."""
+    dtype: torch.dtype = getattr(torch, manifest.dtype)
+    return dtype
 
 
 @contextmanager

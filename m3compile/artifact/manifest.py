@@ -1,0 +1,91 @@
+"""`manifest.json`: what it holds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from m3compile.buckets import RouteTimes
+from m3compile.config import Bounds, BuildConfig, TowerConfig
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+PROGRAM = "encoder.pt2"
+WEIGHTS = "weights.safetensors"
+VERIFY = "verify.json"
+PREPROCESSOR = "preprocessor_config.json"
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tensor by name; a size is a number or the name of a symbolic one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    size: int
+    sha256: str
+
+
+class Requirements(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a machine must have to run the program.
+
+    Attributes:
+        torch: its public version; compiled code calls that version's internals.
+        platform: operating system and processor, such as `linux-x86_64`.
+        cpu_flags: instruction set extensions that the compiler was allowed to use.
+        device: `cpu` or `cuda`.
+        gpu_arch, cuda: architecture such as `sm_90` and CUDA version; None for `cpu`.
+        attention_backend: the implementation that the program calls by name.
+        attention_version: package and version that it was built and verified with.
+        op_schema: schema of the attention op.
+    """
+
+    torch: str
+    platform: str
+    cpu_flags: tuple[str, ...]
+    device: str
+    gpu_arch: str | None
+    cuda: str | None
+    attention_backend: str
+    attention_version: str
+    op_schema: str
+
+
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the artifact comes from; informs, and decides nothing.
+
+    Attributes:
+        weights: `checkpoint`, or `random` where the embeddings mean nothing.
+        checkpoint: its folder; None for the tiny one that a build makes for itself.
+        checkpoint_files: names and sizes of the files that were read.
+        attention_reason: why the backend was chosen.
+        created: UTC time, ISO 8601.
+    """
+
+    m3compile: str
+    torch: str
+    created: str
+    host: str
+    weights: str
+    checkpoint: str | None
+    checkpoint_files: dict[str, int]
+    attention_reason: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format_version: int
+    tower: TowerConfig
+    build: BuildConfig
+    bounds: Bounds
+    ladder: tuple[int, ...]
+    max_segments: int
+    dtype: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    weights: tuple[TensorSpec, ...]
+    requirements: Requirements
+    files: dict[str, FileEntry]
+    provenance: Provenance
+    times: RouteTimes | None = None

@@ -1,0 +1,92 @@
+"""What a manifest may say: the loader sizes buffers and calls native code by it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+import msgspec
+
+from m3compile.artifact.manifest import MANIFEST, PROGRAM, WEIGHTS, Manifest, TensorSpec
+from m3compile.artifact.seal import program_inputs, program_outputs
+from m3compile.config import build_config_from_mapping
+from m3compile.config.build import MAX_ITEMS, MAX_TOKENS
+from m3compile.config.shown import shown
+from m3compile.errors import ArtifactDamagedError, ArtifactIncompatibleError, ConfigError
+
+_DTYPES = ("float32", "bfloat16")
+_ENGINES = ("aoti",)
+
+
+def check_meaning(manifest: Manifest, path: Path) -> None:
+    """Refuse what parses but cannot be.
+
+    Raises:
+        ArtifactDamagedError: naming the field, what was found and what was expected.
+        ArtifactIncompatibleError: the engine is one that this version lacks.
+    """
+    ladder, requirements = manifest.ladder, manifest.requirements
+    increasing = all(low < high for low, high in itertools.pairwise((0, *ladder)))
+    if not ladder or not increasing or ladder[-1] > MAX_TOKENS:
+        _refuse(path, "ladder", list(ladder), f"increasing budgets from 1 to {MAX_TOKENS} tokens")
+    if not 1 <= manifest.max_segments <= MAX_ITEMS:
+        _refuse(path, "max_segments", manifest.max_segments, f"from 1 to {MAX_ITEMS}")
+    if requirements.device not in ("cpu", "cuda"):
+        _refuse(path, "requirements.device", requirements.device, "cpu or cuda")
+    if manifest.dtype not in _DTYPES:
+        _refuse(path, "dtype", manifest.dtype, " or ".join(_DTYPES))
+    _check_build(manifest, path)
+    _check_tensors(manifest, path)
+    _check_names(manifest.files, path)
+
+
+def _check_build(manifest: Manifest, path: Path) -> None:
+    try:
+        build_config_from_mapping(msgspec.to_builtins(manifest.build), "build")
+    except ConfigError as error:
+        raise ArtifactDamagedError(f"{path}: {error}") from None
+    if manifest.build.engine not in _ENGINES:
+        raise ArtifactIncompatibleError(
+            f"{path}: found engine {manifest.build.engine}, this m3compile runs {_ENGINES[0]}"
+        )
+
+
+def _check_tensors(manifest: Manifest, path: Path) -> None:
+    inputs = program_inputs(manifest.tower, manifest.dtype, manifest.max_segments)
+    outputs = program_outputs(manifest.tower, manifest.dtype, manifest.max_segments)
+    for field, found, expected in (
+        ("inputs", manifest.inputs, inputs),
+        ("outputs", manifest.outputs, outputs),
+    ):
+        if found != expected:
+            _refuse(path, field, _described(found), f"{_described(expected)} by the other fields")
+    seen: set[str] = set()
+    for spec in manifest.weights:
+        if spec.name in seen:
+            _refuse(path, "weights", f"{spec.name} twice", "every name once")
+        seen.add(spec.name)
+        if not all(isinstance(size, int) and 0 < size < 2**40 for size in spec.shape):
+            _refuse(path, f"shape of weight {spec.name}", list(spec.shape), "positive numbers")
+
+
+def _check_names(names: Iterable[str], path: Path) -> None:
+    names = list(names)
+    for needed in (PROGRAM, WEIGHTS):
+        if needed not in names:
+            raise ArtifactDamagedError(f"{path}: files does not list {needed}")
+    for name in names:
+        inside = name.isprintable() and "\\" not in name and name == str(PurePosixPath(name))
+        parts = PurePosixPath(name).parts
+        if not inside or not parts or parts[0] == "/" or ".." in parts or name == MANIFEST:
+            _refuse(path, "a file name", name, "that of another file inside the artifact")
+
+
+def _described(specs: Iterable[TensorSpec]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in specs)
+
+
+def _refuse(path: Path, what: str, found: object, expected: str) -> NoReturn:
+    text = found if isinstance(found, str) and " " in found else shown(found)
+    raise ArtifactDamagedError(f"{path}: {what} is {text}, expected {expected}")

@@ -1,0 +1,78 @@
+"""Reading `manifest.json`, strictly, and writing it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+
+from m3compile.artifact.manifest import FORMAT_VERSION, MANIFEST, Manifest
+from m3compile.artifact.meaning import check_meaning
+from m3compile.config.shown import shown
+from m3compile.errors import (
+    ArtifactDamagedError,
+    ArtifactIncompatibleError,
+    ArtifactNotFoundError,
+)
+
+_MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse `manifest.json`, strictly, and refuse what parses but cannot be.
+
+    Raises:
+        ArtifactNotFoundError: there is no such folder, or no manifest in it.
+        ArtifactIncompatibleError: it has another format version.
+        ArtifactDamagedError: it is not JSON, or has a missing, unknown or impossible field.
+    """
+    path = folder / MANIFEST
+    try:
+        document = msgspec.json.decode(_read(folder, path))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ArtifactDamagedError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ArtifactDamagedError(
+            f"{path}: holds a {type(document).__name__}, expected an object"
+        )
+    version = document.get("format_version")
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise ArtifactDamagedError(
+            f"{path}: format_version is {shown(version)}, expected {FORMAT_VERSION}"
+        )
+    if version != FORMAT_VERSION:
+        raise ArtifactIncompatibleError(
+            f"{path}: found format version {shown(version)}, this m3compile reads {FORMAT_VERSION}"
+        )
+    try:
+        manifest = msgspec.convert(document, Manifest)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ArtifactDamagedError(f"{path}: {error}") from None
+    check_meaning(manifest, path)
+    return manifest
+
+
+def _read(folder: Path, path: Path) -> bytes:
+    if not os.path.isdir(folder):
+        raise ArtifactNotFoundError(f"{folder}: no such artifact folder")
+    if not os.path.lexists(path):
+        raise ArtifactNotFoundError(f"{folder}: not an artifact, it has no {MANIFEST}")
+    # Opening a pipe would wait for whoever writes to it.
+    if not os.path.isfile(path):
+        raise ArtifactDamagedError(f"{path}: not a regular file")
+    try:
+        size = path.stat().st_size
+        if size > _MAX_MANIFEST_BYTES:
+            raise ArtifactDamagedError(
+                f"{path}: found {size} bytes, expected at most {_MAX_MANIFEST_BYTES}"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise ArtifactDamagedError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    text = json.dumps(msgspec.to_builtins(manifest), indent=1)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

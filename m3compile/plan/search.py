@@ -1,0 +1,127 @@
+"""From a workload to a plan.
+
+Where every call is one run the dynamic program alone gives the best ladder. A call of several
+segments may be split, and how depends on the ladder: there, the packer and the dynamic program take
+turns, each given what the other made, from two starts, and the best ladder seen is the plan. The
+default ladder, as far as the limits let it go, is one of those seen: no plan is worse.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from m3compile.buckets import Planner, RouteTimes, default_ladder
+from m3compile.config import BuildConfig
+from m3compile.config.build import MAX_ITEMS, MAX_TOKENS
+from m3compile.errors import RequestError
+from m3compile.plan.best_ladder import Ladder, Limits, best_ladder
+from m3compile.plan.simulate import Simulation, simulate
+from m3compile.plan.workload import Demand, Workload, demand_of
+
+_MAX_TURNS = 6
+# Budgets to choose from while taking turns; the last turn has all.
+_CHOICES = 512
+# A turn that gains less than this ends them.
+_GAIN = 1e-5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to build.
+
+    Attributes:
+        simulation: of the workload on the plan's ladder.
+        max_items: most segments in one run.
+    """
+
+    simulation: Simulation
+    max_items: int
+
+    @property
+    def ladder(self) -> Ladder:
+        return self.simulation.ladder
+
+
+def make_plan(workload: Workload, times: RouteTimes, limits: Limits) -> Plan:
+    """The budgets of least expected time within the limits.
+
+    Raises:
+        RequestError: there is no traffic, or no ladder keeps to the limits.
+    """
+    if workload.num_calls == 0:
+        raise RequestError("the traffic has no call with an item; there is nothing to plan for")
+    seen: dict[Ladder, Simulation] = {}
+
+    def look_at(ladder: Ladder) -> Simulation:
+        if ladder not in seen:
+            seen[ladder] = simulate(workload, ladder, times)
+        return seen[ladder]
+
+    def improve(demand: Demand, max_choices: int | None) -> Simulation:
+        ladder = best_ladder(demand, times, limits, max_choices)
+        if ladder is None:
+            raise _no_room(demand, limits)
+        return look_at(ladder)
+
+    reference = reference_ladder(limits)
+    starts = [_whole_calls(workload, times)]
+    if reference is not None:
+        starts.append(look_at(reference).demand)
+    if workload.packed:
+        for demand in starts:
+            _take_turns(demand, improve)
+        starts = [min(seen.values(), key=_cost).demand]
+    improve(starts[0], None)
+    best = min(seen.values(), key=_cost)
+    return Plan(best, _max_items(best.most_segments))
+
+
+def reference_ladder(limits: Limits) -> Ladder | None:
+    """The default ladder up to the largest of its budgets that the limits permit."""
+    for largest in reversed(default_ladder()):
+        ladder = default_ladder(largest)
+        if limits.allow(ladder):
+            return ladder
+    return None
+
+
+def _take_turns(demand: Demand, improve: Callable[[Demand, int | None], Simulation]) -> None:
+    last = float("inf")
+    for _ in range(_MAX_TURNS):
+        simulation = improve(demand, _CHOICES)
+        if simulation.cost_ms > last * (1 - _GAIN):
+            return
+        last, demand = simulation.cost_ms, simulation.demand
+
+
+def _whole_calls(workload: Workload, times: RouteTimes) -> Demand:
+    """Every call as one run, or as few as it takes."""
+    planner = Planner((MAX_TOKENS,), MAX_ITEMS, times)
+    runs: defaultdict[tuple[int, float], float] = defaultdict(float)
+    for items, weight in [
+        *((((tokens,),), number) for tokens, number in workload.single.items()),
+        *workload.packed,
+    ]:
+        for run in planner.plan(items):
+            runs[run.tokens, sum(piece.attention for piece in run.pieces)] += weight
+    return demand_of(runs)
+
+
+def _cost(simulation: Simulation) -> tuple[float, int]:
+    return simulation.cost_ms, len(simulation.ladder)
+
+
+def _max_items(most_segments: int) -> int:
+    """Room for the traffic's fullest run, and no less than the default: unused slots are free."""
+    return min(MAX_ITEMS, max(BuildConfig().max_items, 1 << (most_segments - 1).bit_length()))
+
+
+def _no_room(demand: Demand, limits: Limits) -> RequestError:
+    smallest = int(demand.tokens[0])
+    assert limits.memory_bytes is not None
+    return RequestError(
+        f"the memory limit is {limits.memory_bytes / 1e9:.2f} GB; one graph of {smallest} tokens "
+        f"takes {limits.memory.total((smallest,)) / 1e9:.2f} GB with the weights"
+    )
