@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from m3compile.artifact import (
-    PROGRAM,
     WEIGHTS,
     Manifest,
     check_files,
@@ -27,7 +26,7 @@ from m3compile.errors import (
 )
 from m3compile.host import decide, detect
 from m3compile.ops import OP_SCHEMA
-from m3compile.program import CompiledProgram
+from m3compile.program import CompiledProgram, Program, SizedProgram
 from m3compile.runtime import Encoder
 
 # Dtype names of the safetensors format.
@@ -90,7 +89,7 @@ class OpenedProgram(NamedTuple):
     """
 
     manifest: Manifest
-    program: CompiledProgram
+    program: Program
     weights: dict[str, Tensor]
     device: torch.device
 
@@ -105,9 +104,13 @@ def open_program(path: str | Path, device: str | torch.device | None = None) -> 
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     where = check_machine(folder, manifest, where)
-    check_seal(folder / PROGRAM, manifest)
+    for name in manifest.programs:
+        check_seal(folder / name, manifest)
     weights = load_weights(folder, manifest, where)
-    program = CompiledProgram(folder / PROGRAM, weights, where)
+    programs = [CompiledProgram(folder / name, weights, where) for name in manifest.programs]
+    program: Program = programs[0]
+    if manifest.few_rows_tokens:
+        program = SizedProgram(programs[1], 4 * manifest.few_rows_tokens, programs[0])
     return OpenedProgram(manifest, program, weights, where)
 
 

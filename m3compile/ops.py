@@ -1,8 +1,8 @@
 """Every op that a compiled program calls by name. Importing this registers them."""
 
 from m3compile.attention.op import ATTENTION_SCHEMA
-from m3compile.kernels.product import PRODUCT_SCHEMA
+from m3compile.kernels.product import PRODUCT_SCHEMA, SPLIT_SCHEMA
 
 # Stored in every manifest: a program calls the ops by these schemas, so a loader whose schemas
 # differ must not run it.
-OP_SCHEMA = f"{ATTENTION_SCHEMA}; {PRODUCT_SCHEMA}"
+OP_SCHEMA = f"{ATTENTION_SCHEMA}; {PRODUCT_SCHEMA}; {SPLIT_SCHEMA}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,16 +27,15 @@ from m3compile.artifact import (
     program_outputs,
 )
 from m3compile.attention import choose_backend
-from m3compile.buckets import default_ladder
 from m3compile.build.aoti import compile_package, require_compiler
 from m3compile.build.export import export_tower
+from m3compile.build.resolve import is_captured, max_segments, resolve
 from m3compile.config import BOUNDS, TINY, BuildConfig, TowerConfig, preprocess_config_for_tower
 from m3compile.config.backends import candidates
+from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import (
     BuildError,
-    ConfigError,
     M3CompileError,
-    OperationError,
     VerificationError,
 )
 from m3compile.geometry import inverse_frequencies
@@ -87,14 +87,14 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     """
     progress = progress or Progress()
     seconds: dict[str, float] = {}
-    config = _resolve(config)
+    config = resolve(config)
     assert config.device is not None
     assert config.dtype is not None
     assert config.out is not None
     out = Path(config.out)
     artifact.check_target(out, force=config.force)
     # Refused here, before a checkpoint is read, if no implementation can serve.
-    candidates(config.attention, config.device, config.dtype, captured=_is_captured(config))
+    candidates(config.attention, config.device, config.dtype, captured=is_captured(config))
     require_compiler()
     with _checkpoint_folder(config, progress) as folder:
         with progress.stage("read checkpoint", seconds):
@@ -109,30 +109,52 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
                 config.attention,
                 config.device,
                 config.dtype,
-                captured=_is_captured(config),
+                captured=is_captured(config),
                 num_heads=tower.num_attention_heads,
                 head_dim=tower.head_dim,
             )
         with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
-            with progress.stage("export", seconds):
-                exported = export_tower(
-                    make_tower(tower, state, backend, _passes(config)), _max_segments(config)
-                )
-            with progress.stage("compile", seconds):
-                compile_package(exported, staging / artifact.PROGRAM)
+            _compile(config, tower, state, backend, staging, progress, seconds)
             with progress.stage("write weights", seconds):
                 save_file(state, staging / artifact.WEIGHTS)
                 # Written for this user alone; an artifact is served by other accounts too.
-                (staging / artifact.WEIGHTS).chmod(0o644)
+                mode = (staging / artifact.PROGRAM).stat().st_mode
+                (staging / artifact.WEIGHTS).chmod(stat.S_IMODE(mode))
                 if checkpoint.preprocessor_config is not None:
                     shutil.copyfile(checkpoint.preprocessor_config, staging / artifact.PREPROCESSOR)
                 host = detect(config.device, OP_SCHEMA)
                 manifest = _manifest(config, checkpoint, state, backend, reason, host)
-                artifact.seal(staging / artifact.PROGRAM, manifest)
+                for name in manifest.programs:
+                    artifact.seal(staging / name, manifest)
                 manifest = _store(staging, manifest)
-            del exported, state
+            del state
             manifest, verification = _prove(staging, manifest, checkpoint, progress, seconds)
     return BuildReport(out, manifest, verification, seconds, list(checkpoint.warnings))
+
+
+def _compile(
+    config: BuildConfig,
+    tower: TowerConfig,
+    state: dict[str, Tensor],
+    backend: str,
+    staging: Path,
+    progress: Progress,
+    seconds: dict[str, float],
+) -> None:
+    """Export and compile the program, and the one for few rows where the config asks for it."""
+    passes = "triton" if config.device == "cuda" else "plain"
+    programs = [("", passes, artifact.PROGRAM, MAX_TOKENS)]
+    if config.specialize:
+        programs.append(
+            (" for few rows", "few_rows", artifact.FEW_ROWS_PROGRAM, config.specialize[-1])
+        )
+    for suffix, form, name, max_tokens in programs:
+        with progress.stage(f"export{suffix}", seconds):
+            exported = export_tower(
+                make_tower(tower, state, backend, form), max_segments(config), max_tokens
+            )
+        with progress.stage(f"compile{suffix}", seconds):
+            compile_package(exported, staging / name)
 
 
 def _prove(
@@ -162,51 +184,6 @@ def _store(staging: Path, manifest: Manifest) -> Manifest:
     manifest = msgspec.structs.replace(manifest, files=artifact.list_files(staging))
     artifact.write_manifest(staging, manifest)
     return manifest
-
-
-def _resolve(config: BuildConfig) -> BuildConfig:
-    """Fill in what the config leaves to the machine."""
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise OperationError(
-            "device is cuda, and this machine has no usable CUDA device; use --device cpu"
-        )
-    name = Path(config.checkpoint).resolve().name if config.checkpoint else "tiny"
-    resolved = msgspec.structs.replace(
-        config,
-        device=device,
-        dtype=config.dtype or ("bfloat16" if device == "cuda" else "float32"),
-        out=config.out or str(Path("exported") / name),
-        budgets=config.budgets or default_ladder(),
-    )
-    if resolved.attention_dtype not in (None, resolved.dtype):
-        raise ConfigError(
-            f"attention_dtype is {resolved.attention_dtype!r}; allowed: {resolved.dtype} "
-            "(the dtype of the build)"
-        )
-    if resolved.engine != "aoti":
-        raise ConfigError(f"engine is {resolved.engine!r}; allowed: aoti")
-    # Accepted by the config, and not built yet: refused rather than left out in silence.
-    if resolved.specialize:
-        raise ConfigError(f"specialize is {list(resolved.specialize)}; allowed: []")
-    if resolved.fp8_scales is not None:
-        raise ConfigError(f"fp8_scales is {resolved.fp8_scales!r}; allowed: null")
-    return resolved
-
-
-def _is_captured(config: BuildConfig) -> bool:
-    return config.device == "cuda" and config.capture != "never"
-
-
-def _passes(config: BuildConfig) -> str:
-    """Which form of the passes between the matrix products is traced."""
-    return "triton" if config.device == "cuda" else "plain"
-
-
-def _max_segments(config: BuildConfig) -> int:
-    assert config.budgets
-    # A segment has at least one token, so no bucket can hold more than the largest has tokens.
-    return max(2, min(config.max_items, config.budgets[-1]))
 
 
 def _check_preprocessor(checkpoint: Checkpoint) -> None:
@@ -256,17 +233,18 @@ def _manifest(
     assert config.dtype is not None
     assert config.budgets is not None
     tower: TowerConfig = checkpoint.config
-    max_segments = _max_segments(config)
+    slots = max_segments(config)
     return Manifest(
         format_version=artifact.FORMAT_VERSION,
         tower=tower,
         build=config,
         bounds=BOUNDS[config.dtype],
         ladder=config.budgets,
-        max_segments=max_segments,
+        few_rows_tokens=max(config.specialize or (0,)),
+        max_segments=slots,
         dtype=config.dtype,
-        inputs=program_inputs(tower, config.dtype, max_segments),
-        outputs=program_outputs(tower, config.dtype, max_segments),
+        inputs=program_inputs(tower, config.dtype, slots),
+        outputs=program_outputs(tower, config.dtype, slots),
         weights=tuple(
             TensorSpec(
                 name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)

@@ -73,3 +73,26 @@ class CompiledProgram:
 
     def capture(self, pixel_values: Tensor, segments: Tensor, pool: Pool) -> Bucket:
         return CapturedBucket(self, pixel_values, segments, pool)
+
+
+class SizedProgram:
+    """Two programs over the same weights: one made for few rows, and one for every size.
+
+    Args:
+        few: serves runs of at most `few_rows` rows.
+        every: serves the others.
+    """
+
+    def __init__(self, few: Program, few_rows: int, every: Program) -> None:
+        self._few = few
+        self._few_rows = few_rows
+        self._every = every
+
+    def _for(self, pixel_values: Tensor) -> Program:
+        return self._few if pixel_values.shape[0] <= self._few_rows else self._every
+
+    def __call__(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+        return self._for(pixel_values)(pixel_values, segments)
+
+    def capture(self, pixel_values: Tensor, segments: Tensor, pool: Pool) -> Bucket:
+        return self._for(pixel_values).capture(pixel_values, segments, pool)

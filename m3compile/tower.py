@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from m3compile.attention import attention_schedule, varlen_attention
+from m3compile.attention import attention_schedule
 from m3compile.config import TowerConfig
 from m3compile.geometry import locate_rows, rotary_tables
 from m3compile.kernels import Kernels, kernels
@@ -53,17 +53,15 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, size)
 
     def attend(
-        self, x: Tensor, normed: Tensor, cu_seqlens: Tensor, rotary: Rotary, schedule: Tensor | None
+        self, normed: Tensor, cu_seqlens: Tensor, rotary: Rotary, schedule: Tensor | None
     ) -> Tensor:
-        """Attention: (P, H), the residual `x` and `norm1` of it, to the new residual."""
+        """(P, H), `norm1` of the residual, to what `out_proj` takes."""
         q, k, v = self.passes.rotate_heads(self.qkv(normed), *rotary, self.num_heads)
-        attended = varlen_attention(q, k, v, cu_seqlens, self.backend, False, schedule)
-        return self.passes.add_product(x, attended.flatten(1), self.out_proj)
+        return self.passes.attend(q, k, v, cu_seqlens, self.backend, schedule).flatten(1)
 
-    def expand(self, x: Tensor, normed: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The MLP: (P, H), the residual `x` and `norm2` of it, to the new residual."""
-        hidden = self.passes.gelu(self.fc1(normed), cu_seqlens)
-        return self.passes.add_product(x, hidden, self.fc2)
+    def expand(self, normed: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """(P, H), `norm2` of the residual, to what `fc2` takes."""
+        return self.passes.gelu(self.fc1(normed), cu_seqlens)
 
 
 class Tower(nn.Module):
@@ -137,13 +135,20 @@ class Tower(nn.Module):
         )
         biases = [b for layer in self.layers for b in (layer.out_proj.bias, layer.fc2.bias)]
         offsets = self.passes.residual_offsets(biases)
-        bounds = geometry.cu_seqlens
+        lacks = [None] * (len(biases) + 1) if offsets is None else list(offsets.unbind())
+        bounds, passes, last = geometry.cu_seqlens, self.passes, self.layers[-1]
+        normed = passes.norm(x, bounds, self.layers[0].norm1, lacks[0])
         for index, layer in enumerate(self.layers):
-            lacks = (None, None) if offsets is None else offsets[2 * index : 2 * index + 2].unbind()
-            normed = self.passes.norm(x, bounds, layer.norm1, lacks[0])
-            x = layer.attend(x, normed, bounds, rotary, schedule)
-            normed = self.passes.norm(x, bounds, layer.norm2, lacks[1])
-            x = layer.expand(x, normed, bounds)
+            attended = layer.attend(normed, bounds, rotary, schedule)
+            x, normed = passes.add_product_norm(
+                x, attended, layer.out_proj, bounds, layer.norm2, lacks[2 * index + 1]
+            )
+            hidden = layer.expand(normed, bounds)
+            if layer is not last:
+                x, normed = passes.add_product_norm(
+                    x, hidden, layer.fc2, bounds, self.layers[index + 1].norm1, lacks[2 * index + 2]
+                )
+        x = passes.add_product(x, hidden, last.fc2)
         if offsets is not None:
             x = (x + offsets[-1]).to(x.dtype)
         return x, geometry.segment_of_row, is_nonfinite

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from m3compile.buckets import segments_of
-from m3compile.config import Bounds, TowerConfig
+from m3compile.config import BOUNDS, Bounds, TowerConfig
+from m3compile.config.bounds import tightest
 from m3compile.errors import CheckpointError
 from m3compile.geometry import inverse_frequencies
 from m3compile.loading import load, load_weights
@@ -99,11 +100,19 @@ def verify(
     with progress.stage("load"):
         encoder = load(path, on_bucket=progress.advance)
     with encoder, progress.stage("verify"):
-        if source is not None and source.config != encoder.manifest.tower:
-            raise CheckpointError(
-                f"{source.path}: its config differs from the one {path} was built from"
-            )
+        if source is not None:
+            _require_same_tower(source, encoder.manifest.tower, path)
         return verify_encoder(encoder, source, folder=Path(path), progress=progress)
+
+
+def _require_same_tower(source: Checkpoint, tower: TowerConfig, path: str | Path) -> None:
+    for name in tower.__struct_fields__:
+        found, expected = getattr(source.config, name), getattr(tower, name)
+        if found != expected:
+            raise CheckpointError(
+                f"{source.path}: {name} is {found}, and {path} was built from a checkpoint with "
+                f"{expected}"
+            )
 
 
 def verify_encoder(
@@ -134,7 +143,7 @@ def verify_encoder(
         dtype=manifest.dtype,
         device=str(encoder.device),
         reference="artifact weights" if checkpoint is None else "checkpoint",
-        bounds=manifest.bounds,
+        bounds=judge.bounds,
         passed=not failed,
         summary=summary,
         rows=tuple(rows),
@@ -159,7 +168,8 @@ class _Judge:
     def __init__(self, encoder: Encoder, state: dict[str, Tensor]) -> None:
         config = encoder.manifest.tower
         self._encoder = encoder
-        self._bounds = encoder.manifest.bounds
+        # An artifact may ask for more than the project does, never for less.
+        self.bounds = tightest(BOUNDS[encoder.manifest.dtype], encoder.manifest.bounds)
         self._config = config
         self._exact = make_tower(config, state, "TORCH_SDPA")
         self._rounded: Tower | None = None
@@ -191,7 +201,7 @@ class _Judge:
                 cosines.append(cosine)
                 if eager_error is not None:
                     eager_errors.append(eager_error)
-                reason = reason or _broken(self._bounds, grid, error, cosine, eager_error)
+                reason = reason or _broken(self.bounds, grid, error, cosine, eager_error)
         return VerifyRow(
             route=route,
             budget=budget,
@@ -271,8 +281,8 @@ def _routes(encoder: Encoder) -> Iterator[tuple[str, int | None, list[list[Grid]
         previous = budget
     over = largest + 1
     one_over = is_cuda or over <= _LONGEST_CHEAP
-    exact = [[_one_item(1)], _batch(96, slots), [_one_item(over)] if one_over else _batch(over, slots)]
-    yield "exact", None, _distinct(exact)
+    last = [_one_item(over)] if one_over else _batch(over, slots)
+    yield "exact", None, _distinct([[_one_item(1)], _batch(96, slots), last])
     yield "cut", None, [_cut_items(config, largest, slots)]
 
 

@@ -14,6 +14,7 @@ files that its manifest lists and MAY hold others, which are ignored.
 
 from m3compile.artifact.files import check_files, file_digest, list_files, read_json
 from m3compile.artifact.manifest import (
+    FEW_ROWS_PROGRAM,
     FORMAT_VERSION,
     MANIFEST,
     PREPROCESSOR,
@@ -31,6 +32,7 @@ from m3compile.artifact.reading import read_manifest, write_manifest
 from m3compile.artifact.seal import check_seal, program_inputs, program_outputs, seal
 
 __all__ = [
+    "FEW_ROWS_PROGRAM",
     "FORMAT_VERSION",
     "MANIFEST",
     "PREPROCESSOR",

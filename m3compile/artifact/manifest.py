@@ -10,6 +10,7 @@ from m3compile.config import Bounds, BuildConfig, TowerConfig
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PROGRAM = "encoder.pt2"
+FEW_ROWS_PROGRAM = "few_rows.pt2"
 WEIGHTS = "weights.safetensors"
 VERIFY = "verify.json"
 PREPROCESSOR = "preprocessor_config.json"
@@ -75,6 +76,18 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an artifact says of itself.
+
+    Attributes:
+        bounds: what `verify` holds it to.
+        max_segments: slots of the segment table.
+        inputs, outputs, weights: of the program, by name.
+        few_rows_tokens: runs of at most that many tokens use the program for few rows; 0 if there
+            is none.
+        files: every file but this one.
+        times: measured on the machine of the build, for routing; None on a CPU.
+    """
+
     format_version: int
     tower: TowerConfig
     build: BuildConfig
@@ -88,4 +101,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     requirements: Requirements
     files: dict[str, FileEntry]
     provenance: Provenance
+    few_rows_tokens: int = 0
     times: RouteTimes | None = None
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """File names of the compiled programs."""
+        return (PROGRAM, FEW_ROWS_PROGRAM) if self.few_rows_tokens else (PROGRAM,)

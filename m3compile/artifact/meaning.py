@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import msgspec
 
-from m3compile.artifact.manifest import MANIFEST, PROGRAM, WEIGHTS, Manifest, TensorSpec
+from m3compile.artifact.manifest import MANIFEST, WEIGHTS, Manifest, TensorSpec
 from m3compile.artifact.seal import program_inputs, program_outputs
 from m3compile.config import build_config_from_mapping
-from m3compile.config.build import MAX_ITEMS, MAX_TOKENS
+from m3compile.config.build import MAX_FEW_ROWS_TOKENS, MAX_ITEMS, MAX_TOKENS
 from m3compile.config.shown import shown
 from m3compile.errors import ArtifactDamagedError, ArtifactIncompatibleError, ConfigError
 
@@ -39,7 +39,14 @@ def check_meaning(manifest: Manifest, path: Path) -> None:
         _refuse(path, "dtype", manifest.dtype, " or ".join(_DTYPES))
     _check_build(manifest, path)
     _check_tensors(manifest, path)
-    _check_names(manifest.files, path)
+    _check_names(manifest.files, (*manifest.programs, WEIGHTS), path)
+    if not 0 <= manifest.few_rows_tokens <= MAX_FEW_ROWS_TOKENS:
+        _refuse(
+            path,
+            "few_rows_tokens",
+            manifest.few_rows_tokens,
+            f"0 to {MAX_FEW_ROWS_TOKENS}",
+        )
 
 
 def _check_build(manifest: Manifest, path: Path) -> None:
@@ -71,9 +78,9 @@ def _check_tensors(manifest: Manifest, path: Path) -> None:
             _refuse(path, f"shape of weight {spec.name}", list(spec.shape), "positive numbers")
 
 
-def _check_names(names: Iterable[str], path: Path) -> None:
+def _check_names(names: Iterable[str], needs: Iterable[str], path: Path) -> None:
     names = list(names)
-    for needed in (PROGRAM, WEIGHTS):
+    for needed in needs:
         if needed not in names:
             raise ArtifactDamagedError(f"{path}: files does not list {needed}")
     for name in names:

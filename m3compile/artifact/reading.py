@@ -29,14 +29,13 @@ def read_manifest(folder: Path) -> Manifest:
         ArtifactDamagedError: it is not JSON, or has a missing, unknown or impossible field.
     """
     path = folder / MANIFEST
+    data = _read(folder, path)
     try:
-        document = msgspec.json.decode(_read(folder, path))
+        document = msgspec.json.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ArtifactDamagedError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(document, dict):
-        raise ArtifactDamagedError(
-            f"{path}: holds a {type(document).__name__}, expected an object"
-        )
+        raise ArtifactDamagedError(f"{path}: holds a {type(document).__name__}, expected an object")
     version = document.get("format_version")
     if isinstance(version, bool) or not isinstance(version, int):
         raise ArtifactDamagedError(

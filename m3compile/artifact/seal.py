@@ -109,7 +109,9 @@ def _difference(field: str, found: Any, expected: Any) -> str:
         return ""
     if isinstance(found, msgspec.Struct) and not isinstance(found, TensorSpec):
         differences = (
-            _difference(f"{field}.{name}".lstrip("."), getattr(found, name), getattr(expected, name))
+            _difference(
+                f"{field}.{name}".lstrip("."), getattr(found, name), getattr(expected, name)
+            )
             for name in found.__struct_fields__
         )
         return next(filter(None, differences), "")

@@ -58,7 +58,7 @@ class Effort(msgspec.Struct, frozen=True):
         return max(self.least, min(self.most, int(1000 * self.seconds / max(ms, 1e-3))))
 
 
-FULL = Effort(least=5, most=20, seconds=2.0, next_calls=20, passes=3, calls=None)
+FULL = Effort(least=5, most=20, seconds=1.5, next_calls=20, passes=3, calls=None)
 QUICK = Effort(least=3, most=5, seconds=0.2, next_calls=3, passes=1, calls=20)
 
 
@@ -84,9 +84,7 @@ def choose_budgets(
     return tuple(ladder)
 
 
-def make_cases(
-    ladder: Sequence[int], budgets: Sequence[int], max_segments: int
-) -> list[Case]:
+def make_cases(ladder: Sequence[int], budgets: Sequence[int], max_segments: int) -> list[Case]:
     """An image that fills each budget, a batch of small images, and padding; smallest first.
 
     Args:

@@ -87,9 +87,7 @@ def count_work(config: TowerConfig, segment_patches: Sequence[int], itemsize: in
     per_token = config.merged_size * wide + wide * output
     # Scores and their product with the values: two products of len x len x hidden.
     attention = config.num_hidden_layers * 2 * hidden * sum(count**2 for count in segment_patches)
-    elements = (
-        count_parameters(config) + patches * config.patch_dim + tokens * config.output_size
-    )
+    elements = count_parameters(config) + patches * config.patch_dim + tokens * config.output_size
     return Work(
         flops=2 * (patches * per_patch + tokens * per_token + attention),
         num_bytes=elements * itemsize,

@@ -67,14 +67,14 @@ class PeerResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         bucket: tokens of the peer's bucket, or None where it runs at the exact shape.
         device: the device work alone.
-        end_to_end: wall clock of a call, synchronised after it.
+        end_to_end: wall clock of a call, synchronised after it; None where the bucket was forced.
         error: as in `Check`.
     """
 
     name: str
     bucket: int | None
     device: Timing
-    end_to_end: Timing
+    end_to_end: Timing | None
     error: float | None
 
 
@@ -156,7 +156,6 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
     num_graphs: int
     graphs_after: int
     first_calls: tuple[FirstCall, ...]
-    memory: Memory | None
 
 
 class TrafficRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,9 +238,13 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """The artifact that was measured; digests are SHA-256 by file, `manifest.json` included."""
+    """The artifact that was measured; of paths the names alone.
 
-    path: str
+    Attributes:
+        digests: SHA-256 by file, `manifest.json` included.
+    """
+
+    name: str
     tower: TowerConfig
     build: BuildConfig
     ladder: tuple[int, ...]
@@ -273,6 +276,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     ceilings: Ceilings
     cases: tuple[CaseResult, ...]
     startup: Startup
+    memory: Memory | None
     traffic: TrafficResult | None
 
 

@@ -12,8 +12,8 @@ from m3compile.tower import Tower
 _EXAMPLE_GRID = (1, 4, 6)
 
 
-def export_tower(tower: Tower, max_segments: int) -> ExportedProgram:
-    """Trace the tower once, for 4 to 65,536 patches and a table of `max_segments` slots."""
+def export_tower(tower: Tower, max_segments: int, max_tokens: int = MAX_TOKENS) -> ExportedProgram:
+    """Trace the tower once, for runs of 1 to `max_tokens` tokens in up to `max_segments` slots."""
     weight = tower.patch_embed.weight
     t, h, w = _EXAMPLE_GRID
     pixel_values = torch.zeros(
@@ -21,7 +21,7 @@ def export_tower(tower: Tower, max_segments: int) -> ExportedProgram:
     )
     segments = torch.zeros(max_segments, 3, dtype=torch.int32, device=weight.device)
     segments[0] = torch.tensor(_EXAMPLE_GRID, dtype=torch.int32)
-    num_tokens = Dim("num_tokens", min=1, max=MAX_TOKENS)
+    num_tokens = Dim("num_tokens", min=1, max=max_tokens)
     return torch.export.export(
         tower,
         (pixel_values, segments),

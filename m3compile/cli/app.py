@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import click
@@ -39,11 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code of the contract. Prints, never exits."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
-    if not debug:
-        # torch warns about its own internals while it traces and compiles.
-        warnings.simplefilter("ignore")
-    signal.signal(signal.SIGTERM, _interrupt)
+    words = [word for word in words if word != "--debug"] or ["--help"]
+    with warnings.catch_warnings(), _unwinding(signal.SIGTERM, signal.SIGHUP):
+        if not debug:
+            # torch warns about its own internals while it traces and compiles.
+            warnings.simplefilter("ignore")
+        return _run(words, debug)
+
+
+def _run(words: list[str], debug: bool) -> int:
     try:
         result = app.main(args=words, prog_name="m3compile", standalone_mode=False)
         sys.stdout.flush()
@@ -55,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code, debug)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", ExitCode.INTERRUPTED, debug)
-    except BrokenPipeError:
-        # The reader of our output left; there is nobody to tell.
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output left (click exits by itself then); there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except MemoryError:
@@ -67,9 +73,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(result) if isinstance(result, int) else ExitCode.OK
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Let SIGTERM unwind like Ctrl-C, so that half-written folders are removed."""
-    raise KeyboardInterrupt
+@contextmanager
+def _unwinding(*signals: signal.Signals) -> Iterator[None]:
+    """Let signals unwind like Ctrl-C, so that half-written folders are removed."""
+    # Elsewhere handlers cannot be set; and whoever set one already (nohup does) is not overruled.
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in signals if is_main and signal.getsignal(number) is signal.SIG_DFL]
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        for number in ours:
+            # A second one must not cut the clean-up short.
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _usage(error: click.ClickException) -> str:
@@ -81,5 +104,8 @@ def _usage(error: click.ClickException) -> str:
 def _fail(message: str, code: ExitCode, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    line = " ".join(message.split())
+    # A file's content is quoted in messages; it must not steer the terminal.
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+    print(f"error: {shown}", file=sys.stderr)
     return code

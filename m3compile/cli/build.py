@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ def _read_config(config_file: str | None, flags: dict[str, Any]) -> BuildConfig:
         overrides["max_items"] = _whole_number(overrides["max_items"], "--max-items")
     if config_file is not None:
         return load_build_config(Path(config_file), overrides)
-    if _DEFAULT_CONFIG.is_file():
+    # A link to nothing is a mistake to report, not a folder without a config.
+    if os.path.lexists(_DEFAULT_CONFIG):
+        stderr().print(f"config: {_DEFAULT_CONFIG}", markup=False)
         return load_build_config(_DEFAULT_CONFIG, overrides)
     return build_config_from_mapping(overrides, "build")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from m3compile.artifact import PREPROCESSOR, read_json
+from m3compile.artifact import PREPROCESSOR, Manifest, read_json
 from m3compile.cli.console import StageProgress, stdout
-from m3compile.config import PreprocessConfig, preprocess_config_from_mapping
+from m3compile.config import preprocess_config_for_tower
 from m3compile.config.build import DEVICES
 from m3compile.errors import InputError, InputNotFoundError, OperationError, RequestError
 
@@ -23,20 +25,17 @@ class _ManyInputs(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
-        for position, word in enumerate(args):
-            follows_input = "--input" in args[:position] and not word.startswith("-")
-            if (
-                follows_input
-                and _last_flag(args[:position]) == "--input"
-                and spread[-1] != "--input"
-            ):
-                spread.append("--input")
+        flag = ""
+        has_value = False
+        for word in args:
+            if word.startswith("-") and word != "-":
+                flag, has_value = word.partition("=")[0], "=" in word
+            elif has_value and flag == "--input":
+                spread.append(flag)
+            else:
+                has_value = True
             spread.append(word)
         return super().parse_args(ctx, spread)
-
-
-def _last_flag(words: list[str]) -> str:
-    return next((word for word in reversed(words) if word.startswith("-")), "")
 
 
 @click.command(cls=_ManyInputs)
@@ -58,10 +57,12 @@ def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | No
     token_counts (num_items,).
     """
     target = Path(output)
-    if not target.absolute().parent.is_dir():
+    if not os.path.isdir(target.absolute().parent):
         raise RequestError(f"--output {output}: its folder does not exist")
+    if os.path.isdir(target):
+        raise RequestError(f"--output {output}: a folder; expected the name of a file")
     for name in inputs:
-        if not Path(name).is_file():
+        if not os.path.isfile(name):
             raise InputNotFoundError(f"--input {name}: no such file")
     import torch
 
@@ -72,7 +73,7 @@ def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | No
             encoder = load(artifact, device, capture="lazy")
         with encoder:
             with progress.stage("read input"):
-                pixel_values, grid_thw = _read(artifact, inputs, progress)
+                pixel_values, grid_thw = _read(Path(artifact), encoder.manifest, inputs, progress)
             with progress.stage("encode"):
                 results = encoder.encode(pixel_values, grid_thw)
                 width = encoder.manifest.tower.output_size
@@ -95,18 +96,19 @@ def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | No
         )
 
 
-def _read(artifact: str, inputs: tuple[str, ...], progress: StageProgress) -> tuple[Any, Any]:
+def _read(
+    folder: Path, manifest: Manifest, inputs: tuple[str, ...], progress: StageProgress
+) -> tuple[Any, Any]:
     """pixel_values (N, patch_dim) and grid_thw (num_items, 3)."""
-    if any(name.endswith(".safetensors") for name in inputs):
+    if any(name.lower().endswith(".safetensors") for name in inputs):
         if len(inputs) > 1:
             raise RequestError("--input takes one safetensors file, or image files")
         return _read_rows(inputs[0])
     from m3compile.images import load_images
 
-    path = Path(artifact) / PREPROCESSOR
-    config = PreprocessConfig()
-    if path.is_file():
-        config = preprocess_config_from_mapping(read_json(path), str(path))
+    path = folder / PREPROCESSOR
+    document = read_json(path) if PREPROCESSOR in manifest.files else {}
+    config = preprocess_config_for_tower(document, manifest.tower, str(path))
     return load_images([Path(name) for name in inputs], config, progress.advance)
 
 
@@ -127,14 +129,13 @@ def _read_rows(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _write(
     target: Path, embeddings: torch.Tensor, counts: torch.Tensor, metadata: dict[str, str]
 ) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
+    tensors = {"embeddings": embeddings.contiguous(), "token_counts": counts}
     # Aside first: a full disk must not leave half a file under the name.
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        save_file(
-            {"embeddings": embeddings.contiguous(), "token_counts": counts}, partial, metadata
-        )
+        partial.write_bytes(save(tensors, metadata))
         partial.replace(target)
     except OSError as error:
         raise OperationError(f"cannot write {target}: {error.strerror or error}") from None

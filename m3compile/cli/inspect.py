@@ -9,16 +9,16 @@ import click
 import msgspec
 
 from m3compile.artifact import (
-    PROGRAM,
     VERIFY,
     Manifest,
+    Provenance,
     check_files,
     check_seal,
     read_json,
     read_manifest,
 )
-from m3compile.errors import ArtifactDamagedError
 from m3compile.cli.console import stdout, table
+from m3compile.errors import ArtifactDamagedError
 
 
 @click.command()
@@ -29,7 +29,8 @@ def inspect(artifact: str, as_json: bool) -> None:
     folder = Path(artifact)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    check_seal(folder / PROGRAM, manifest)
+    for name in manifest.programs:
+        check_seal(folder / name, manifest)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(manifest), indent=2).decode())
         sys.stdout.flush()
@@ -45,7 +46,7 @@ def _show(folder: Path, manifest: Manifest) -> None:
         "format version": manifest.format_version,
         "encoder": f"{parameters / 1e6:.1f} M parameters, {manifest.dtype}, "
         f"embeddings {manifest.tower.output_size} wide",
-        "weights from": source.checkpoint or "random numbers: its embeddings mean nothing",
+        "weights from": _weights_source(source),
         "built": f"{source.created} on {source.host} by m3compile {source.m3compile}",
         "engine": manifest.build.engine,
         "needs": f"torch {needs.torch}, {needs.platform}, device {needs.device}"
@@ -55,14 +56,29 @@ def _show(folder: Path, manifest: Manifest) -> None:
         "budgets": " ".join(map(str, manifest.ladder)) + f" tokens, at most "
         f"{manifest.max_segments} segments",
     }
-    if (folder / VERIFY).is_file():
-        facts["verified"] = read_json(folder / VERIFY)["summary"]
+    if VERIFY in manifest.files:
+        facts["verified"] = _summary(folder / VERIFY)
     for name, value in facts.items():
         console.print(f"{name:15} {value}", markup=False)
     files = table("", "file", "bytes", "sha256")
     for name, entry in manifest.files.items():
         files.add_row(name, f"{entry.size:,}", entry.sha256[:16])
     console.print(files)
+
+
+def _weights_source(source: Provenance) -> str:
+    if source.weights != "random":
+        return str(source.checkpoint)
+    meaningless = "random numbers: its embeddings mean nothing"
+    return f"{source.checkpoint} ({meaningless})" if source.checkpoint else meaningless
+
+
+def _summary(path: Path) -> str:
+    report = read_json(path)
+    summary = report.get("summary") if isinstance(report, dict) else None
+    if not isinstance(summary, str):
+        raise ArtifactDamagedError(f"{path}: found no summary, expected a verification report")
+    return summary
 
 
 def _product(shape: tuple[int | str, ...]) -> int:

@@ -5,6 +5,8 @@ The error of an item is `||a - b|| / ||b||` over all of its tokens, `b` being ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 
@@ -20,6 +22,19 @@ class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relative_error: float | None = None
     eager_ratio: float | None = None
     cosine: float | None = None
+
+
+def tightest(first: Bounds, second: Bounds) -> Bounds:
+    """What holds both."""
+    return Bounds(
+        relative_error=_pick(min, first.relative_error, second.relative_error),
+        eager_ratio=_pick(min, first.eager_ratio, second.eager_ratio),
+        cosine=_pick(max, first.cosine, second.cosine),
+    )
+
+
+def _pick(choose: Callable[..., float], *values: float | None) -> float | None:
+    return choose((value for value in values if value is not None), default=None)
 
 
 BOUNDS: dict[str, Bounds] = {

@@ -33,6 +33,9 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 # One run's limit: kernels index with 32 bits.
 MAX_PATCHES = 65_536
 MAX_TOKENS = MAX_PATCHES // 4
+# The program for few rows: the most it is made for, and where it measured faster by default.
+MAX_FEW_ROWS_TOKENS = 256
+DEFAULT_FEW_ROWS_TOKENS = 128
 MAX_ITEMS = 4096
 
 
@@ -48,7 +51,8 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         attention: `auto`, a family or one implementation of the attention op.
         engine: `aoti`, or `reduce-overhead` for torch.compile with CUDA graphs.
         capture: when a CUDA graph is made: at `load`, at first use (`lazy`) or `never`.
-        specialize: budgets that also get a program of their own, with static shapes.
+        specialize: the smallest budgets, which get a second program that is made for few rows;
+            None for those where it measured faster, on CUDA.
         attention_dtype: dtype of q, k and v inside attention; None for `dtype`.
         fp8_scales: file of static scales; needed for fp8.
         force: replace an artifact of the same name.
@@ -63,7 +67,7 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     attention: str = "auto"
     engine: str = "aoti"
     capture: str = "load"
-    specialize: tuple[int, ...] = ()
+    specialize: tuple[int, ...] | None = None
     attention_dtype: str | None = None
     fp8_scales: str | None = None
     force: bool = False
@@ -146,8 +150,10 @@ def _budgets(value: Any, key: str, source: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _specialize(value: Any, budgets: tuple[int, ...] | None, source: str) -> tuple[int, ...]:
-    if value is None or value == [] or value == ():
+def _specialize(value: Any, budgets: tuple[int, ...] | None, source: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if value in ([], ()):
         return ()
     specialized = _budgets(value, "specialize", source)
     for budget in specialized:

@@ -1,8 +1,9 @@
-"""The passes between the matrix products, in two forms with one meaning.
+"""The passes around the matrix products, in three forms with one meaning.
 
 `plain` is PyTorch code that any compiler fuses as it likes: the CPU's form, and the reference.
 `triton` are hand-written kernels for CUDA that run at the card's bandwidth, where the generated
-ones reach a third of it. A traced program carries the compiled kernels; a loader needs no Triton.
+ones reach a third of it. `few_rows` is the same for runs of at most a few hundred rows, which are
+bound by latency. A traced program carries the compiled kernels; a loader needs no Triton.
 
 Shape legend: P patch rows of a run (padding included), S slots of the segment table, H hidden
 size, D head_dim, R rotary pairs of a head.
@@ -16,11 +17,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-KERNELS = ("plain", "triton")
+KERNELS = ("plain", "triton", "few_rows")
 
 
 class Kernels(Protocol):
-    """What both forms offer. `cu_seqlens` (S + 1,) int32 ends with the number of real rows."""
+    """What every form offers. `cu_seqlens` (S + 1,) int32 ends with the number of real rows."""
 
     def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
         """What the residual lacks before the first and after each addition, (n + 1, H) float32.
@@ -45,6 +46,30 @@ class Kernels(Protocol):
         So padding stays finite where it matters, whatever attention left unwritten: kernels
         over-read keys and values.
         """
+        ...
+
+    def add_product_norm(
+        self,
+        x: Tensor,
+        y: Tensor,
+        linear: nn.Linear,
+        cu_seqlens: Tensor,
+        norm: nn.LayerNorm,
+        offset: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`add_product`, and `norm` of the result."""
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        backend: str,
+        schedule: Tensor | None,
+    ) -> Tensor:
+        """`varlen_attention`, (P, heads, D); padding rows may stay unwritten."""
         ...
 
     def rotate_heads(

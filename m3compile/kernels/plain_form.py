@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from m3compile.geometry import rotate
+from m3compile.kernels.base import BaseForm
 
 
-class _Plain:
+class PlainForm(BaseForm):
     def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
         return None
 
@@ -38,4 +39,4 @@ class _Plain:
         return functional.gelu(x)
 
 
-FORM = _Plain()
+FORM = PlainForm()

@@ -12,11 +12,12 @@ import triton
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
+from m3compile.kernels.base import BaseForm
 from m3compile.kernels.product import add_product_
 from m3compile.kernels.triton_kernels import gelu_kernel, norm_kernel, rotate_kernel
 
 # Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
-_NORM_WARPS = 2
+NORM_WARPS = 2
 _ROTATE_BLOCK = 512
 _ROTATE_WARPS = 2
 _GELU_BLOCK = 2048
@@ -40,7 +41,7 @@ def _norm(
         eps,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=_NORM_WARPS,
+        num_warps=NORM_WARPS,
     )
     return normed
 
@@ -81,7 +82,7 @@ def _gelu(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return out
 
 
-class _Triton:
+class TritonForm(BaseForm):
     def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
         sums = torch.stack(list(biases)).to(torch.float32).cumsum(0)
         return torch.nn.functional.pad(sums, (0, 0, 1, 0))
@@ -106,4 +107,4 @@ class _Triton:
         return _gelu(x, cu_seqlens)
 
 
-FORM = _Triton()
+FORM = TritonForm()

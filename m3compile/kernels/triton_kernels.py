@@ -11,6 +11,15 @@ import triton.language as tl
 
 
 @triton.jit
+def _normalise(x, inside, weight, bias, eps, SIZE: tl.constexpr):
+    """layer_norm of one row; `x` is zero outside."""
+    mean = tl.sum(x, 0) / SIZE
+    centred = tl.where(inside, x - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + eps)
+    return centred * scale * weight + bias
+
+
+@triton.jit
 def norm_kernel(
     x_ptr,
     offset_ptr,
@@ -33,10 +42,43 @@ def norm_kernel(
     x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 0) / SIZE
-    centred = tl.where(inside, x - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + eps)
-    normed = centred * scale * weight + bias
+    normed = _normalise(x, inside, weight, bias, eps, SIZE)
+    tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_parts_norm_kernel(
+    x_ptr,
+    parts_ptr,
+    offset_ptr,
+    bounds_ptr,
+    weight_ptr,
+    bias_ptr,
+    total_ptr,
+    out_ptr,
+    num_rows,
+    num_segments,
+    eps,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of `total = x + sum of parts` and `layer_norm(total + offset)` a program."""
+    row = tl.program_id(0)
+    num_real = tl.load(bounds_ptr + num_segments)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    used = inside & (row < num_real)
+    offsets = row.to(tl.int64) * SIZE + columns
+    x = tl.load(x_ptr + offsets, mask=used, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts_ptr + part * num_rows.to(tl.int64) * SIZE
+        x += tl.load(at + offsets, mask=used, other=0.0).to(tl.float32)
+    tl.store(total_ptr + offsets, x.to(total_ptr.dtype.element_ty), mask=inside)
+    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = _normalise(x, inside, weight, bias, eps, SIZE)
     tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 

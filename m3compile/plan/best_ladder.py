@@ -55,23 +55,31 @@ class Limits:
 
 
 def best_ladder(
-    demand: Demand, times: RouteTimes, limits: Limits, max_budgets: int | None = None
+    demand: Demand,
+    times: RouteTimes,
+    limits: Limits,
+    *,
+    max_choices: int | None = None,
+    at_least: int = 0,
 ) -> Ladder | None:
     """The budgets of least cost, increasing; None if the memory does not hold even one.
 
-    Exact, but for two cases. `max_budgets` thins out the budgets to choose from. And where a memory
+    Exact, but for two cases. `max_choices` thins out the budgets to choose from. And where a memory
     limit binds, what depends on the sum of the budgets, not on the largest or on their number, is
     turned into a price, and the best of the ladders over a range of prices is taken.
+
+    Args:
+        at_least: tokens that the largest budget has, as far as there are such runs.
     """
     model = size_model(times)
-    runs = _Runs(demand, _choices(demand, times, model, max_budgets), model)
-    cost, ladder, is_bound = _search(runs, limits, 0.0)
+    runs = _Runs(demand, _choices(demand, times, model, max_choices), model)
+    cost, ladder, is_bound = _search(runs, limits, 0.0, at_least)
     if not is_bound:
         return ladder
     runs = _Runs(demand, _choices(demand, times, model, _CHOICES_PRICED), model)
     price = runs.all_exact / limits.memory.total((int(runs.budgets[0]),))
     for step in range(_NUM_PRICES):
-        found = _search(runs, limits, price / 2**step)
+        found = _search(runs, limits, price / 2**step, at_least)
         if found[0] < cost:
             cost, ladder, _ = found
     return ladder
@@ -114,7 +122,9 @@ class _Runs:
         return sums[-1] - sums[self._ends[: j + 1]]
 
 
-def _search(runs: _Runs, limits: Limits, price: float) -> tuple[float, Ladder | None, bool]:
+def _search(
+    runs: _Runs, limits: Limits, price: float, at_least: int
+) -> tuple[float, Ladder | None, bool]:
     """The best ladder within the limits, at a price in milliseconds a byte.
 
     Returns:
@@ -137,6 +147,7 @@ def _search(runs: _Runs, limits: Limits, price: float) -> tuple[float, Ladder | 
         held[1:, j + 1] = held[rows, chosen] + own_bytes[j]
         below[1:, j + 1] = chosen
     totals = (best - price * held)[1:, 1:] + runs.tails
+    totals[:, budgets < min(at_least, int(budgets[-1]))] = np.inf
     is_over = np.zeros_like(totals, dtype=bool)
     if limits.memory_bytes is not None:
         total_bytes = memory.weights + memory.largest_token * budgets + held[1:, 1:]

@@ -2,7 +2,7 @@
 
 Where every call is one run the dynamic program alone gives the best ladder. A call of several
 segments may be split, and how depends on the ladder: there, the packer and the dynamic program take
-turns, each given what the other made, from two starts, and the best ladder seen is the plan. The
+turns, each given what the other made, from a few starts, and the best ladder seen is the plan. The
 default ladder, as far as the limits let it go, is one of those seen: no plan is worse.
 """
 
@@ -12,17 +12,21 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from m3compile.buckets import Planner, RouteTimes, default_ladder
 from m3compile.config import BuildConfig
 from m3compile.config.build import MAX_ITEMS, MAX_TOKENS
 from m3compile.errors import RequestError
 from m3compile.plan.best_ladder import Ladder, Limits, best_ladder
 from m3compile.plan.simulate import Simulation, simulate
-from m3compile.plan.workload import Demand, Workload, demand_of
+from m3compile.plan.workload import Demand, Workload, demand_of, segments
 
 _MAX_TURNS = 6
 # Budgets to choose from while taking turns; the last turn has all.
 _CHOICES = 512
+# Of the calls of several segments, by tokens: the largest budget of a start.
+_START_QUANTILES = (0.5, 0.8, 0.95, 1.0)
 # A turn that gains less than this ends them.
 _GAIN = 1e-5
 
@@ -59,23 +63,35 @@ def make_plan(workload: Workload, times: RouteTimes, limits: Limits) -> Plan:
             seen[ladder] = simulate(workload, ladder, times)
         return seen[ladder]
 
-    def improve(demand: Demand, max_choices: int | None) -> Simulation:
-        ladder = best_ladder(demand, times, limits, max_choices)
-        if ladder is None:
-            raise _no_room(demand, limits)
-        return look_at(ladder)
+    def improve(demand: Demand, max_choices: int | None, at_least: int) -> Simulation | None:
+        ladder = best_ladder(demand, times, limits, max_choices=max_choices, at_least=at_least)
+        return None if ladder is None else look_at(ladder)
 
     reference = reference_ladder(limits)
-    starts = [_whole_calls(workload, times)]
     if reference is not None:
-        starts.append(look_at(reference).demand)
+        look_at(reference)
+    whole = _whole_calls(workload, times)
     if workload.packed:
-        for demand in starts:
-            _take_turns(demand, improve)
-        starts = [min(seen.values(), key=_cost).demand]
-    improve(starts[0], None)
+        for at_least in _starts(workload):
+            _take_turns(whole, at_least, improve)
+        if seen:
+            whole = min(seen.values(), key=_cost).demand
+    improve(whole, None, 0)
+    if not seen:
+        raise _no_room(whole, limits)
     best = min(seen.values(), key=_cost)
     return Plan(best, _max_items(best.most_segments))
+
+
+def _starts(workload: Workload) -> list[int]:
+    """Largest budgets to start from.
+
+    Items share an exact-shape run only up to the tokens of the largest budget, which the dynamic
+    program does not see: it takes a run that is there to be possible at its exact shape.
+    """
+    totals = [sum(segments(items)) for items, _ in workload.packed]
+    marks = np.quantile(totals, _START_QUANTILES, method="higher")
+    return sorted({0, *(min(int(mark), MAX_TOKENS) for mark in marks)})
 
 
 def reference_ladder(limits: Limits) -> Ladder | None:
@@ -87,11 +103,15 @@ def reference_ladder(limits: Limits) -> Ladder | None:
     return None
 
 
-def _take_turns(demand: Demand, improve: Callable[[Demand, int | None], Simulation]) -> None:
+def _take_turns(
+    demand: Demand,
+    at_least: int,
+    improve: Callable[[Demand, int | None, int], Simulation | None],
+) -> None:
     last = float("inf")
     for _ in range(_MAX_TURNS):
-        simulation = improve(demand, _CHOICES)
-        if simulation.cost_ms > last * (1 - _GAIN):
+        simulation = improve(demand, _CHOICES, at_least)
+        if simulation is None or simulation.cost_ms > last * (1 - _GAIN):
             return
         last, demand = simulation.cost_ms, simulation.demand
 

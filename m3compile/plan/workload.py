@@ -15,7 +15,7 @@ from m3compile.buckets import segments_of
 from m3compile.traffic import Call
 
 # Calls of several segments that are simulated per ladder, at most; 100 to 200 microseconds each.
-MAX_SIMULATED = 4000
+MAX_SIMULATED = 2000
 
 # Per item the tokens of its segments.
 Items = tuple[tuple[int, ...], ...]

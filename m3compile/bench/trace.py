@@ -1,0 +1,104 @@
+"""A trace of calls through a runner: one call at a time, and back to back."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from m3compile.bench.clock import Clock, finite, percentile
+from m3compile.bench.judge import Judge, merge
+from m3compile.bench.records import Check, TrafficRun
+from m3compile.bench.runners import Runner
+from m3compile.traffic import Call
+
+_WARM_UP_CALLS = 10
+_CHECKED_CALLS = 8
+
+
+def count_tokens(calls: Sequence[Call]) -> int:
+    """Output tokens of all items of some calls."""
+    return sum(math.prod(grid) // 4 for call in calls for grid in call)
+
+
+def run_trace(
+    runner: Runner,
+    calls: Sequence[Call],
+    pixel_values: Tensor,
+    clock: Clock,
+    judge: Judge,
+    on_pass: Callable[[], None] = lambda: None,
+) -> tuple[TrafficRun, Check]:
+    """Time a trace and check some of its results.
+
+    Args:
+        calls: the items' grids of every call.
+        pixel_values: at least as many random rows as the largest call needs; every call takes its
+            rows from the start.
+        on_pass: called after each pass.
+
+    Returns:
+        The record, and how the checked calls' results compare with eager float32.
+    """
+    batches = [
+        (pixel_values[: sum(math.prod(grid) for grid in call)], list(call)) for call in calls
+    ]
+    for pixels, grids in batches[:_WARM_UP_CALLS]:
+        runner.encode(pixels, grids)
+    real_before, padded_before = runner.padding()
+    latencies: list[float] = []
+    seconds: list[float] = []
+    seconds_back_to_back: list[float] = []
+    for _ in range(clock.effort.passes):
+        one_pass = [
+            clock.wall_ms(lambda batch=batch: runner.encode(*batch))  # type: ignore[misc]
+            for batch in batches
+        ]
+        latencies += one_pass
+        seconds.append(sum(one_pass) / 1000)
+        seconds_back_to_back.append(_back_to_back(runner, batches, clock))
+        on_pass()
+    real, padded = (
+        after - before
+        for after, before in zip(runner.padding(), (real_before, padded_before), strict=True)
+    )
+    step = max(1, len(batches) // _CHECKED_CALLS)
+    check = merge([
+        judge.check(runner.encode(pixels, grids), judge.expect(pixels, grids))
+        for pixels, grids in batches[::step]
+        if grids
+    ])  # fmt: skip
+    num_calls, tokens = len(calls), count_tokens(calls)
+    median, median_back_to_back = map(statistics.median, (seconds, seconds_back_to_back))
+    run = TrafficRun(
+        name=runner.name,
+        passes=clock.effort.passes,
+        calls_per_s=num_calls / median,
+        tokens_per_s=tokens / median,
+        slowest_calls_per_s=num_calls / max(seconds),
+        fastest_calls_per_s=num_calls / min(seconds),
+        p50_ms=percentile(latencies, 50),
+        p90_ms=percentile(latencies, 90),
+        p99_ms=percentile(latencies, 99),
+        back_to_back_calls_per_s=num_calls / median_back_to_back,
+        back_to_back_tokens_per_s=tokens / median_back_to_back,
+        padded_share=padded / (real + padded) if real + padded else 0.0,
+        checked_calls=len(batches[::step]),
+        error=None if check.error is None else finite(check.error),
+    )
+    return run, check
+
+
+def _back_to_back(
+    runner: Runner, batches: Sequence[tuple[Tensor, list[tuple[int, int, int]]]], clock: Clock
+) -> float:
+    """Seconds for the trace with one synchronisation, at its end."""
+    clock.synchronize()
+    started = time.perf_counter()
+    for pixels, grids in batches:
+        runner.encode(pixels, grids)
+    clock.synchronize()
+    return time.perf_counter() - started

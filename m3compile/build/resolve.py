@@ -1,0 +1,71 @@
+"""From what a build is asked for to what it will do: the machine fills in the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from m3compile.buckets import default_ladder
+from m3compile.config import BuildConfig
+from m3compile.config.build import DEFAULT_FEW_ROWS_TOKENS, MAX_FEW_ROWS_TOKENS
+from m3compile.errors import ConfigError, OperationError
+
+
+def resolve(config: BuildConfig) -> BuildConfig:
+    """Fill in what the config leaves to the machine."""
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OperationError(
+            "device is cuda, and this machine has no usable CUDA device; use --device cpu"
+        )
+    name = Path(config.checkpoint).resolve().name if config.checkpoint else "tiny"
+    resolved = msgspec.structs.replace(
+        config,
+        device=device,
+        dtype=config.dtype or ("bfloat16" if device == "cuda" else "float32"),
+        out=config.out or str(Path("exported") / name),
+        budgets=config.budgets or default_ladder(),
+    )
+    if resolved.attention_dtype not in (None, resolved.dtype):
+        raise ConfigError(
+            f"attention_dtype is {resolved.attention_dtype!r}; allowed: {resolved.dtype} "
+            "(the dtype of the build)"
+        )
+    if resolved.engine != "aoti":
+        raise ConfigError(f"engine is {resolved.engine!r}; allowed: aoti")
+    # Accepted by the config, and not built yet: refused rather than left out in silence.
+    if resolved.fp8_scales is not None:
+        raise ConfigError(f"fp8_scales is {resolved.fp8_scales!r}; allowed: null")
+    return msgspec.structs.replace(resolved, specialize=_specialize(resolved))
+
+
+def _specialize(config: BuildConfig) -> tuple[int, ...]:
+    """The budgets that the program for few rows serves; () for none."""
+    is_supported = config.device == "cuda" and config.dtype == "bfloat16"
+    assert config.budgets is not None
+    if config.specialize is None:
+        smallest = tuple(budget for budget in config.budgets if budget <= DEFAULT_FEW_ROWS_TOKENS)
+        return smallest if is_supported else ()
+    if config.specialize and not is_supported:
+        raise ConfigError(
+            f"specialize is {list(config.specialize)}; allowed: [] (only bfloat16 on cuda has a "
+            "program for few rows)"
+        )
+    if any(budget > MAX_FEW_ROWS_TOKENS for budget in config.specialize):
+        raise ConfigError(
+            f"specialize has {config.specialize[-1]}; allowed: budgets of at most "
+            f"{MAX_FEW_ROWS_TOKENS} tokens"
+        )
+    return config.specialize
+
+
+def is_captured(config: BuildConfig) -> bool:
+    return config.device == "cuda" and config.capture != "never"
+
+
+def max_segments(config: BuildConfig) -> int:
+    assert config.budgets
+    # A segment has at least one token, so no bucket can hold more than the largest has tokens.
+    return max(2, min(config.max_items, config.budgets[-1]))

@@ -1,0 +1,67 @@
+"""Measuring the routes of an encoder: what a replay costs at every budget, and what going
+uncaptured would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from m3compile.buckets import RouteTimes
+from m3compile.runtime import Encoder
+
+Segment = tuple[int, int, int]
+
+# Per budget and route; fewer runs where one takes long, since their spread is small there.
+_MOST_REPEATS, _FEWEST_REPEATS = 9, 3
+_BUSY_MS = 60.0
+
+
+def measure_routes(
+    encoder: Encoder, on_budget: Callable[[int, int], None] | None = None
+) -> RouteTimes:
+    """Time every bucket of a captured encoder, on random pixels; nobody else should use the GPU.
+
+    The linear part is timed with as many equal segments as the table holds, which leaves next to
+    nothing for attention: rows of padding would do the same work on zeros, which runs faster.
+
+    Args:
+        on_budget: told how many budgets are done, and of how many.
+    """
+    assert encoder.device.type == "cuda"
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(
+        4 * encoder.ladder[-1], encoder.manifest.tower.patch_dim, generator=generator
+    ).to(encoder.device, encoder.dtype)
+    linear, full, exact = [], [], []
+    for done, budget in enumerate(encoder.ladder, 1):
+        rows = pixels[: 4 * budget]
+        many = _equal_segments(budget, encoder.max_segments)
+        one = _equal_segments(budget, 1)
+        linear.append(_median_ms(encoder, budget, many, rows))
+        full.append(_median_ms(encoder, budget, one, rows))
+        exact.append(_median_ms(encoder, None, one, rows))
+        if on_budget is not None:
+            on_budget(done, len(encoder.ladder))
+    return RouteTimes(
+        budgets=encoder.ladder,
+        linear_ms=tuple(linear),
+        full_ms=tuple(full),
+        exact_ms=tuple(exact),
+    )
+
+
+def _median_ms(
+    encoder: Encoder, budget: int | None, segments: list[Segment], rows: torch.Tensor
+) -> float:
+    first = encoder.time_run(budget, segments, rows, 1)[0]
+    repeats = min(_MOST_REPEATS, max(_FEWEST_REPEATS, round(_BUSY_MS / first)))
+    return median(encoder.time_run(budget, segments, rows, repeats))
+
+
+def _equal_segments(tokens: int, most: int) -> list[Segment]:
+    """At most `most` flat segments, equal but for one token, of `tokens` in all."""
+    count = min(tokens, most)
+    size, longer = divmod(tokens, count)
+    return [(1, 2, 2 * (size + (index < longer))) for index in range(count)]
