@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +10,8 @@ from torch import Tensor
 
 from m3compile.buckets import Run, segments_of
 from m3compile.config import TowerConfig
-from m3compile.config.shown import shown
 from m3compile.errors import InputError
-
-Grid = tuple[int, int, int]
-# A segment's largest side: products of three stay far inside 64 bits.
-_LARGEST_SIDE = 1 << 20
+from m3compile.grids import Grid, check_row_shape, read_grids
 
 
 class Batch(NamedTuple):
@@ -48,12 +43,13 @@ def check_batch(pixel_values: Any, grid_thw: Any, config: TowerConfig) -> Batch:
     Raises:
         InputError: naming the item and the rule that it breaks.
     """
-    grids = _read_grids(grid_thw)
+    if isinstance(grid_thw, Tensor):
+        _check_dense("grid_thw", grid_thw)
+    grids = read_grids(grid_thw)
     starts = [0]
     segments: list[Sequence[Grid]] = []
     segment_tokens: list[Sequence[int]] = []
-    for index, (t, h, w) in enumerate(grids):
-        _check_grid(index, t, h, w)
+    for t, h, w in grids:
         starts.append(starts[-1] + t * h * w)
         parts = segments_of(t, h, w, config.vision_segment_max_frames)
         segments.append(parts)
@@ -87,78 +83,13 @@ def check_batch(pixel_values: Any, grid_thw: Any, config: TowerConfig) -> Batch:
     return Batch(grids, pixel_values, starts, segments, segment_tokens)
 
 
-def _read_grids(grid_thw: Any) -> list[Grid]:
-    if isinstance(grid_thw, Tensor) or hasattr(grid_thw, "dtype"):
-        shape = tuple(grid_thw.shape)
-        # Before the dtype: a tensor made from an empty list is float32.
-        if shape[:1] == (0,):
-            return []
-        if grid_thw.dtype in (torch.bool, bool) or not _is_integer(grid_thw.dtype):
-            raise InputError(f"grid_thw has dtype {grid_thw.dtype}, expected integers")
-        if len(shape) != 2 or shape[1] != 3:
-            raise InputError(f"grid_thw has shape {shape}, expected (num_items, 3)")
-        if isinstance(grid_thw, Tensor):
-            _check_dense("grid_thw", grid_thw)
-        return [tuple(row) for row in grid_thw.tolist()]
-    if not isinstance(grid_thw, (list, tuple)):
-        raise InputError(
-            f"grid_thw is a {type(grid_thw).__name__}, expected a tensor or nested lists of ints"
-        )
-    grids = []
-    for index, row in enumerate(grid_thw):
-        if hasattr(row, "tolist"):
-            row = row.tolist()
-        try:
-            if not isinstance(row, (list, tuple)) or any(isinstance(side, bool) for side in row):
-                raise TypeError
-            t, h, w = (operator.index(side) for side in row)
-        except (TypeError, ValueError):
-            raise InputError(
-                f"item {index}: grid is {shown(row)}, expected three integers t, h, w"
-            ) from None
-        grids.append((t, h, w))
-    return grids
-
-
-def _is_integer(dtype: Any) -> bool:
-    if isinstance(dtype, torch.dtype):
-        return not (dtype.is_floating_point or dtype.is_complex)
-    return getattr(dtype, "kind", "") in "iu"
-
-
-def _check_grid(index: int, t: int, h: int, w: int) -> None:
-    if t < 1 or h < 1 or w < 1:
-        raise InputError(f"item {index}: grid is {shown([t, h, w])}, every side must be at least 1")
-    if h % 2 or w % 2:
-        raise InputError(
-            f"item {index}: grid is {shown([t, h, w])}, height and width must be multiples of 2 "
-            "(spatial_merge_size)"
-        )
-    if max(t, h, w) > _LARGEST_SIDE:
-        raise InputError(
-            f"item {index}: grid is {shown([t, h, w])}, a side may be at most {_LARGEST_SIDE} "
-            "patches"
-        )
-
-
 def _check_rows(
     name: str, rows: Tensor, expected: int, config: TowerConfig, grids: list[Grid]
 ) -> None:
     if not rows.dtype.is_floating_point:
         raise InputError(f"{name} has dtype {rows.dtype}, expected a float dtype")
     _check_dense(name, rows)
-    shape = tuple(rows.shape)
-    if len(shape) != 2 or shape[1] != config.patch_dim:
-        # An empty batch has no rows to be wide.
-        if not grids and rows.numel() == 0:
-            return
-        raise InputError(f"{name} has shape {shape}, expected (rows, {config.patch_dim})")
-    if shape[0] != expected:
-        last = f" (item {len(grids) - 1} is {list(grids[-1])})" if grids else ""
-        raise InputError(
-            f"{name} has {shape[0]} rows, expected {expected}: the sum of t*h*w of "
-            f"{len(grids)} items{last}"
-        )
+    check_row_shape(name, tuple(rows.shape), expected, config.patch_dim, grids)
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

@@ -70,9 +70,9 @@ class CalledBucket:
 class CapturedBucket:
     """A bucket that replays a CUDA graph.
 
-    Captured on the stream that is current, which must not be the default one, once the program has
-    been warmed up there at the same shape: lazy set-up (cuBLAS workspaces, kernels' modules) is
-    not capturable. Largest budget first, so that smaller ones fit into the pool's blocks.
+    Captured on the stream that is current, which must not be the default one and must be the same
+    for all that share the pool, once the program has been warmed up at the same shape. Largest
+    budget first, so that smaller ones fit into the pool's blocks.
 
     Args:
         call: anything capturable at these shapes.

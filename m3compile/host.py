@@ -157,7 +157,9 @@ def decide(required: Requirements, host: Host, device: str) -> Decision:
             f"built for attention {required.attention_backend} ({required.attention_version}), "
             "which is not installed here"
         )
-    elif version != required.attention_version and not _is_torch(required.attention_version):
+    elif version != required.attention_version and not (
+        _is_torch(version) and _is_torch(required.attention_version)
+    ):
         reasons.append(
             f"built for attention {required.attention_backend} ({required.attention_version}), "
             f"this machine has {version}"

@@ -28,6 +28,7 @@ from m3compile.host import decide, detect
 from m3compile.ops import OP_SCHEMA
 from m3compile.program import CompiledProgram, Program, SizedProgram
 from m3compile.runtime import Encoder
+from m3compile.traffic import TrafficRecorder
 
 # Dtype names of the safetensors format.
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
@@ -41,6 +42,7 @@ def load(
     max_items: int | None = None,
     capture: str | None = None,
     on_bucket: Callable[[int, int], None] | None = None,
+    record_traffic: str | Path | None = None,
 ) -> Encoder:
     """Open an artifact and return an encoder that is ready: weights bound, budgets captured.
 
@@ -54,6 +56,8 @@ def load(
         capture: `load` (all graphs before this returns), `lazy` (each at its first use) or
             `never`; None for what the build said.
         on_bucket: told how many buckets are ready, and of how many.
+        record_traffic: a trace to which the sizes of what is encoded are appended, for `plan`; see
+            `TrafficRecorder`.
 
     Raises:
         RequestError: an argument is not one of these.
@@ -68,6 +72,7 @@ def load(
         },
         "load",
     )
+    recorder = TrafficRecorder(record_traffic) if record_traffic is not None else None
     opened = open_program(path, device)
     return Encoder(
         opened.manifest,
@@ -78,6 +83,7 @@ def load(
         max_items=config.max_items if max_items is not None else None,
         capture=config.capture if capture is not None else None,
         on_bucket=on_bucket,
+        recorder=recorder,
     )
 
 

@@ -43,6 +43,7 @@ from m3compile.host import Host, detect
 from m3compile.loading import load
 from m3compile.ops import OP_SCHEMA
 from m3compile.progress import Progress
+from m3compile.routes import measure_routes
 from m3compile.tower import make_tower
 from m3compile.verify import VerifyReport, verify_encoder
 from m3compile.version import VERSION
@@ -174,6 +175,10 @@ def _prove(
             raise VerificationError(
                 f"the compiled program differs from eager, nothing was published: {report.summary}"
             )
+        if is_captured(manifest.build):
+            with progress.stage("time routes", seconds):
+                times = measure_routes(encoder, progress.advance)
+            manifest = msgspec.structs.replace(manifest, times=times)
     (staging / artifact.VERIFY).write_bytes(
         msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
     )

@@ -15,11 +15,8 @@ from m3compile.graph import Bucket, CalledBucket
 from m3compile.program import Program
 from m3compile.staging import InputStage, RunRing, Segment
 
-# Runs before the timed ones.
-_WARM_UPS = 2
 
-
-class Runner:
+class DeviceRunner:
     """Runs a program at its budgets. It has no lock: one call at a time.
 
     Runs share buffers and the graphs' memory, so each starts after the one before, whatever
@@ -53,13 +50,17 @@ class Runner:
         self._capture = capture
         self._buckets: dict[int, Bucket] = {}
         self.capture_ms = 0.0
+        self._num_ooms = self._count_ooms()
         with self._modes():
-            self._stage = InputStage(4 * ladder[-1], patch_dim, max_segments, dtype, device)
+            with self._failing("making the input buffers"):
+                self._stage = InputStage(4 * ladder[-1], patch_dim, max_segments, dtype, device)
             self._ring = RunRing(max_segments, device)
             if self._is_cuda:
-                # One stream for every warm-up, capture and uncaptured run: the allocator keeps a
-                # cache a stream.
+                # One stream for every uncaptured run: the allocator keeps a cache a stream. And
+                # one for captures alone, where cuBLAS then has no workspace yet and takes it from
+                # the graphs' pool: outside of it, others may clear it while graphs still use it.
                 self._stream = torch.cuda.Stream(device)
+                self._capture_stream = torch.cuda.Stream(device)
                 self._pool = torch.cuda.graph_pool_handle()
                 self._last_run = torch.cuda.Event()
                 self._last_stream = 0
@@ -133,44 +134,23 @@ class Runner:
             slot.expect(items, call)
             return embeddings
 
-    def time_run(
-        self,
-        budget: int | None,
-        segments: Sequence[Segment],
-        pixel_values: Tensor,
-        repeats: int,
-    ) -> list[float]:
-        """Milliseconds of `repeats` runs alone, without a copy in or out.
+    def prepare_run(
+        self, budget: int | None, segments: Sequence[Segment], pixel_values: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """A run alone, without a copy in or out; to be repeated on the current stream.
 
-        On CUDA the device's time between two events, launching included where nothing is captured.
-
-        Args:
-            budget: the bucket, or None for the uncaptured program at P rows.
-            segments: (t, h, w) of every segment, that together have at most P rows.
-            pixel_values: (P, patch_dim), at most the rows of the bucket.
+        Arguments as `run`, `pixel_values` (P, patch_dim) with at most the rows of the bucket. The
+        result is not the caller's to keep, and what is returned is of no use after the next run.
         """
         with self._modes():
             bucket = self._bucket(budget)
             self.wait()
             self._stage.write_segments(segments, self._ring.take())
             rows = self._stage.write_rows([pixel_values], len(pixel_values))
+            self.wait()
             if bucket is None:
                 bucket = CalledBucket(self._call, rows, self._stage.segments)
-            samples = [self._time(bucket) for _ in range(_WARM_UPS + repeats)]
-            return samples[_WARM_UPS:]
-
-    def _time(self, bucket: Bucket) -> float:
-        if not self._is_cuda:
-            started = time.perf_counter()
-            bucket.run()
-            return 1000 * (time.perf_counter() - started)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        bucket.run()
-        end.record()
-        end.synchronize()
-        elapsed: float = start.elapsed_time(end)
-        return elapsed
+            return bucket.run
 
     def _bucket(self, budget: int | None) -> Bucket | None:
         if budget is not None and budget not in self._buckets:
@@ -188,13 +168,16 @@ class Runner:
             for budget in descending:
                 self._buckets[budget] = CalledBucket(self._call, rows[: 4 * budget], segments)
             return
+        # A bucket must never see more segments than it has rows.
+        self._stage.clear_segments()
+        self.wait()
+        # Lazy set-up, such as loading kernels, is not capturable.
         with torch.cuda.stream(self._stream):
-            # A bucket must never see more segments than it has rows.
-            self._stage.clear_segments()
             for budget in descending:
                 with self._failing(f"warming up budget {budget}"):
                     self._program(rows[: 4 * budget], segments)
-            self._stream.synchronize()
+        self.wait()
+        with torch.cuda.stream(self._capture_stream):
             for done, budget in enumerate(descending, 1):
                 with self._failing(f"capturing budget {budget}"):
                     self._buckets[budget] = self._program.capture(
@@ -221,11 +204,21 @@ class Runner:
             yield
         except RuntimeError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            is_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+            # A compiled program passes on that an allocation failed, but not why.
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            is_memory = is_memory or self._count_ooms() > self._num_ooms
+            self._num_ooms = self._count_ooms()
             what = "out of device memory" if is_memory else "the program failed"
             raise OperationError(
                 f"{what} while {doing} on {self._device}{self._free_memory()}: {lines[0]}"
             ) from error
+
+    def _count_ooms(self) -> int:
+        """Allocations on the device that failed so far, in this process."""
+        if not self._is_cuda:
+            return 0
+        stats: dict[str, int] = torch.cuda.memory_stats(self._device)
+        return stats.get("num_ooms", 0)
 
     def _free_memory(self) -> str:
         if not self._is_cuda:

@@ -18,8 +18,10 @@ from m3compile.batch import Batch, check_batch, run_items, run_segments, run_sou
 from m3compile.buckets import Piece, Planner, Run
 from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import EncoderClosedError, InputError
+from m3compile.plan.served import LadderGauge, ServedRuns
 from m3compile.program import Program
-from m3compile.runner import Runner
+from m3compile.runner import DeviceRunner
+from m3compile.traffic import TrafficRecorder
 
 _COUNTS = ("calls", "items", "replays", "exact_runs", "real_tokens", "padded_tokens")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -40,6 +42,7 @@ class Encoder:
         max_items: most segments in one run, if fewer than the segment table has slots.
         capture: `load`, `lazy` or `never`; None for the manifest's.
         on_bucket: told the number of buckets ready and in all, while they are captured.
+        recorder: told the sizes of every call of `encode`; closed with the encoder.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Encoder:
         max_items: int | None = None,
         capture: str | None = None,
         on_bucket: Any = None,
+        recorder: TrafficRecorder | None = None,
     ) -> None:
         self.manifest = manifest
         self.device = device
@@ -71,7 +75,13 @@ class Encoder:
         self._planner = Planner(self.ladder, self.max_segments, times)
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._by_budget = dict.fromkeys(self.ladder, 0)
-        self._runner = Runner(
+        self._served = ServedRuns()
+        self._gauge = LadderGauge(self.ladder, times)
+        self._recorder = recorder
+        if recorder is not None:
+            # Also where a process ends without `close()`.
+            weakref.finalize(self, recorder.close)
+        self._runner = DeviceRunner(
             program,
             device,
             self.dtype,
@@ -104,7 +114,14 @@ class Encoder:
             EncoderClosedError: after `close()`.
         """
         batch = check_batch(pixel_values, grid_thw, self._config)
-        return self._locked(batch, lambda: self._planner.plan(batch.segment_tokens))
+        return self._locked(batch, lambda: self._plan(batch))
+
+    def _plan(self, batch: Batch) -> list[Run]:
+        runs = self._planner.plan(batch.segment_tokens)
+        self._served.add(runs)
+        if self._recorder is not None:
+            self._recorder.add(batch.grids)
+        return runs
 
     def encode_at(
         self, pixel_values: Tensor | list[Tensor], grid_thw: Any, budget: int | None
@@ -184,25 +201,32 @@ class Encoder:
         Returns:
             calls, items, replays, exact_runs, real_tokens, padded_tokens (tokens of padding that
             were computed beside the real ones), nonfinite_items, and by_budget (replays of every
-            budget of the ladder).
+            budget of the ladder); ladder, how far that is from the best one for what `encode` was
+            given (see `LadderGauge.report`); and, if traffic is recorded, traffic (see
+            `TrafficRecorder.state`).
         """
         with self._lock:
-            return {
+            stats = {
                 **self._counts,
                 "nonfinite_items": self._runner.nonfinite_items,
                 "by_budget": dict(self._by_budget),
             }
+            if self._recorder is not None:
+                self._recorder.flush()
+                stats["traffic"] = self._recorder.state()
+            served = self._served.counts()
+        return {**stats, "ladder": self._gauge.report(served)}
 
-    def time_run(
+    def prepare_run(
         self,
         budget: int | None,
         segments: Sequence[tuple[int, int, int]],
         pixel_values: Tensor,
-        repeats: int,
-    ) -> list[float]:
-        """Milliseconds of `repeats` runs alone, without a copy in or out; for judges.
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """A run alone, without a copy in or out, to be repeated on the current stream; for judges.
 
-        On CUDA the device's time between two events, launching included where nothing is captured.
+        The result is not the caller's to keep, and what is returned is of no use after the next
+        `encode`.
 
         Args:
             budget: the bucket, or None for the uncaptured program at P rows.
@@ -210,7 +234,7 @@ class Encoder:
             pixel_values: (P, patch_dim), at most the rows of the bucket.
         """
         with self._lock:
-            return self._runner.time_run(budget, segments, pixel_values, repeats)
+            return self._runner.prepare_run(budget, segments, pixel_values)
 
     @property
     def capture_ms(self) -> float:
@@ -231,6 +255,8 @@ class Encoder:
             if self._closed:
                 return
             self._closed = True
+            if self._recorder is not None:
+                self._recorder.close()
             self._runner.close()
             self._release()
             if self.device.type == "cuda":

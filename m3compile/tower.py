@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from m3compile.attention import attention_schedule
 from m3compile.config import TowerConfig
-from m3compile.geometry import locate_rows, rotary_tables
+from m3compile.geometry import Geometry, locate_rows, rotary_tables
 from m3compile.kernels import Kernels, kernels
 
 Rotary = tuple[Tensor, Tensor]
@@ -106,37 +106,41 @@ class Tower(nn.Module):
             is_nonfinite: (S,) bool, the segments that had a non-finite pixel.
         """
         hidden, segment_of_row, is_nonfinite = self.features(pixel_values, segments)
-        merged = self.projector(hidden).unflatten(0, (-1, self.config.patches_per_token))
-        token_segment = segment_of_row.unflatten(0, (-1, self.config.patches_per_token))[:, 0]
+        groups = (-1, self.config.patches_per_token)
+        token_segment = segment_of_row.unflatten(0, groups)[:, 0]
         poison = is_nonfinite[token_segment][:, None]
-        return self.merger(merged.flatten(1), poison), is_nonfinite
+        merged = self.projector(hidden).unflatten(0, groups).flatten(1)
+        return self.merger(merged, poison), is_nonfinite
 
     def features(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The last hidden state (P, H), each row's slot (P,) and the non-finite slots (S,)."""
         geometry = locate_rows(segments, pixel_values.shape[0])
-        rotary = rotary_tables(geometry.positions, self.inverse_frequency)
+        x, is_nonfinite = self._enter(pixel_values, geometry, segments.shape[0])
+        return self._blocks(x, geometry), geometry.segment_of_row, is_nonfinite
 
+    def _enter(
+        self, pixel_values: Tensor, geometry: Geometry, num_slots: int
+    ) -> tuple[Tensor, Tensor]:
+        """The residual (P, H) before the blocks, and the non-finite slots (S,)."""
         x = self.pre_norm(self.patch_embed(pixel_values))
         # A non-finite pixel makes its own row of the product non-finite, and no other; so does a
         # finite one that overflows it. Zeroed before attention, where rows would meet.
         is_finite = x.isfinite().all(1)
         x = x.masked_fill(~(geometry.is_real & is_finite)[:, None], 0)
-        slots = torch.arange(segments.shape[0], device=segments.device)
         is_bad_row = geometry.is_real & ~is_finite
-        is_nonfinite = ((geometry.segment_of_row[:, None] == slots) & is_bad_row[:, None]).any(0)
+        return x, self.passes.segments_with(is_bad_row, geometry.segment_of_row, num_slots)
 
-        config = self.config
+    def _blocks(self, x: Tensor, geometry: Geometry) -> Tensor:
+        """The residual (P, H) before the blocks, to the residual after them."""
+        config, passes, last = self.config, self.passes, self.layers[-1]
+        bounds = geometry.cu_seqlens
+        rotary = rotary_tables(geometry.positions, self.inverse_frequency)
         schedule = attention_schedule(
-            geometry.cu_seqlens,
-            x.shape[0],
-            config.num_attention_heads,
-            config.head_dim,
-            self.backend,
+            bounds, x.shape[0], config.num_attention_heads, config.head_dim, self.backend
         )
         biases = [b for layer in self.layers for b in (layer.out_proj.bias, layer.fc2.bias)]
-        offsets = self.passes.residual_offsets(biases)
-        lacks = [None] * (len(biases) + 1) if offsets is None else list(offsets.unbind())
-        bounds, passes, last = geometry.cu_seqlens, self.passes, self.layers[-1]
+        offsets = passes.residual_offsets(biases)
+        lacks = offsets or [None] * (len(biases) + 1)
         normed = passes.norm(x, bounds, self.layers[0].norm1, lacks[0])
         for index, layer in enumerate(self.layers):
             attended = layer.attend(normed, bounds, rotary, schedule)
@@ -149,9 +153,7 @@ class Tower(nn.Module):
                     x, hidden, layer.fc2, bounds, self.layers[index + 1].norm1, lacks[2 * index + 2]
                 )
         x = passes.add_product(x, hidden, last.fc2)
-        if offsets is not None:
-            x = (x + offsets[-1]).to(x.dtype)
-        return x, geometry.segment_of_row, is_nonfinite
+        return x if offsets is None else (x + offsets[-1]).to(x.dtype)
 
 
 def make_tower(

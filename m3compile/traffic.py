@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,12 +29,10 @@ from m3compile.config.build import MAX_TOKENS
 from m3compile.config.resize import resized_size
 from m3compile.config.shown import shown
 from m3compile.errors import InputError, InputNotFoundError, RequestError
+from m3compile.grids import Grid, read_grids
 
-Grid = tuple[int, int, int]
 Call = tuple[Grid, ...]
 
-# As the encoder's own limit of a side, in patches.
-_LARGEST_SIDE = 1 << 20
 # How many bad lines an error quotes.
 _QUOTED = 3
 
@@ -85,8 +84,8 @@ def read_traffic(
         try:
             if isinstance(call, Exception):
                 raise call
-            for index, grid in enumerate(call):
-                _check(index, grid, max_frames)
+            if not all(_is_good(grid, max_frames) for grid in call):
+                _check(call, max_frames)
         except (ValueError, msgspec.DecodeError) as error:
             skipped.append(f"line {number}: {error}")
         else:
@@ -178,22 +177,22 @@ def _whole_number(text: str, name: str) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def _fault(grid: Grid, max_frames: int) -> str | None:
-    t, h, w = grid
-    if min(grid) < 1 or h % 2 or w % 2:
-        return "every side must be at least 1, and height and width even"
-    if max(grid) > _LARGEST_SIDE:
-        return f"a side may be at most {_LARGEST_SIDE} patches"
-    tokens = min(t, max_frames) * h * w // 4
-    if tokens > MAX_TOKENS:
-        return f"a segment has {tokens} tokens, one run takes at most {MAX_TOKENS}"
-    return None
+def _is_good(grid: Grid, max_frames: int) -> bool:
+    try:
+        _check([grid], max_frames)
+    except InputError:
+        return False
+    return True
 
 
-def _check(index: int, grid: Grid, max_frames: int) -> None:
-    fault = _fault(grid, max_frames)
-    if fault is not None:
-        raise ValueError(f"item {index}: grid is {list(grid)}, {fault}")
+def _check(call: Sequence[Grid], max_frames: int) -> None:
+    for index, (t, h, w) in enumerate(read_grids(call)):
+        tokens = min(t, max_frames) * h * w // 4
+        if tokens > MAX_TOKENS:
+            raise InputError(
+                f"item {index}: a segment has {tokens} tokens; allowed: at most {MAX_TOKENS}, "
+                "those of one run"
+            )
 
 
 class TrafficRecorder:
@@ -256,6 +255,16 @@ class TrafficRecorder:
         except OSError as error:
             self.error = f"{self.path}: {error.strerror}"
             warnings.warn(f"traffic is no longer recorded: {self.error}", RuntimeWarning, 2)
+
+    def state(self) -> dict[str, Any]:
+        """What became of the recording: file, calls (seen), every (how many of them each line
+        stands for) and error (None, or why the recording has ended)."""
+        return {
+            "file": str(self.path),
+            "calls": self.num_seen,
+            "every": self.every,
+            "error": self.error,
+        }
 
     def _thin(self) -> None:
         """Keep every second line. The file is exchanged whole: a reader sees the old or the new."""

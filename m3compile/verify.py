@@ -201,7 +201,7 @@ class _Judge:
                 cosines.append(cosine)
                 if eager_error is not None:
                     eager_errors.append(eager_error)
-                reason = reason or _broken(self.bounds, grid, error, cosine, eager_error)
+                reason = reason or broken_bound(self.bounds, grid, error, cosine, eager_error)
         return VerifyRow(
             route=route,
             budget=budget,
@@ -247,7 +247,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def _broken(
+def broken_bound(
     bounds: Bounds, grid: Grid, error: float, cosine: float, eager_error: float | None
 ) -> str:
     """The first bound that an item breaks, in words, or "". Written so that NaN breaks it."""

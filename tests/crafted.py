@@ -16,7 +16,16 @@ from safetensors.torch import load_file, save_file
 
 SEAL = "extra/m3compile.json"
 # What the seal inside the program repeats of the manifest.
-SEALED = ("tower", "dtype", "max_segments", "inputs", "outputs", "weights", "requirements")
+SEALED = (
+    "tower",
+    "dtype",
+    "max_segments",
+    "inputs",
+    "outputs",
+    "weights",
+    "requirements",
+    "few_rows_tokens",
+)
 
 
 def copy(artifact: Path, folder: Path) -> Path:
@@ -72,12 +81,18 @@ def change_package(folder: Path, change: Callable[[dict[str, bytes]], object]) -
 
 
 def reseal(folder: Path) -> None:
-    """Make the seal say what the manifest says."""
+    """Make the seal say what the manifest and the package say."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    text = json.dumps({name: manifest[name] for name in SEALED})
 
     def change(members: dict[str, bytes]) -> None:
-        (name,) = (name for name in members if name.endswith(SEAL))
-        members[name] = text.encode()
+        (seal,) = (name for name in members if name.endswith(SEAL))
+        digests = {
+            name: hashlib.sha256(data).hexdigest() for name, data in members.items() if name != seal
+        }
+        text = {name: manifest[name] for name in SEALED} | {
+            "file": "encoder.pt2",
+            "members": digests,
+        }
+        members[seal] = json.dumps(text).encode()
 
     change_package(folder, change)

@@ -60,7 +60,7 @@ def test_ci_runs_the_test_command() -> None:
 
 def test_command_lines_are_found() -> None:
     commands = {shlex.split(line)[0] for line in command_lines()}
-    assert commands == {"build", "verify", "inspect", "encode", "init-checkpoint"}
+    assert commands >= {"build", "verify", "inspect", "encode", "bench", "init-checkpoint"}
 
 
 @pytest.mark.parametrize("line", command_lines())
@@ -128,7 +128,7 @@ def test_architecture_has_every_module() -> None:
     package = ROOT / "m3compile"
     modules = {path.stem for path in package.glob("*.py")}
     modules |= {path.parent.name for path in package.glob("*/__init__.py")}
-    assert modules <= named
+    assert modules - named == set()
 
 
 def test_constraints_pin_torch_in_the_allowed_range() -> None:

@@ -50,18 +50,31 @@ def test_results_of_no_files(tmp_path: Path) -> None:
 def test_results_become_a_table_with_their_circumstances(tmp_path: Path) -> None:
     document = {
         "title": "replay",
-        "circumstances": {"gpu": "H200", "clean": True},
+        "circumstances": {"device": "H200", "driver": None, "clean": True},
         "rows": [{"tokens": 4096, "ms": 1.23456}, {"tokens": 64, "ms": None, "note": "a|b"}],
+        "traffic_rows": [{"runner": "ours", "calls/s": 12345.6}],
     }
     (tmp_path / "b.json").write_text(json.dumps(document), encoding="utf-8")
     assert update_readme.render(tmp_path) == (
-        "**replay** (gpu H200; clean yes)\n\n"
+        "**replay** (device H200; clean yes)\n\n"
         "| tokens | ms | note |\n| --- | ---: | ---: |\n"
-        "| 4,096 | 1.23 | - |\n| 64 | - | a\\|b |"
+        "| 4,096 | 1.23 | - |\n| 64 | - | a\\|b |\n\n"
+        "| runner | calls/s |\n| --- | ---: |\n| ours | 12,346 |"
     )
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"rows": []}', '{"rows": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"rows": []}',
+        '{"rows": [1]}',
+        '{"rows": 1}',
+        '{"rows": [{"a": 1}], "traffic_rows": 1}',
+    ],
+)
 def test_another_json_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "odd.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"odd\.json"):

@@ -9,23 +9,23 @@ one). Graphs are stand-ins that run again what was captured.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from vllm_manager import CpuGraph, Manager, Recorder, cpu_capture
+from conftest import GOLDEN_CHECKPOINT
+from vllm_manager import Manager, OwnManager, own_vllm
 from vllm_support import (
     Eager,
     Grid,
     Host,
+    VllmTower,
     assert_same,
     double,
     images,
@@ -35,71 +35,27 @@ from vllm_support import (
     vllm_config,
 )
 
+from m3compile.config import BuildConfig
 from m3compile.integrations.vllm import protocol
+from m3compile.pipeline import build
 
-WHEEL = os.environ.get("M3COMPILE_VLLM_PATH")
 BUDGETS = (64, 256, 512)
-
-
-class OwnManager:
-    """vLLM's manager, with graphs for a CPU; the same face as ours."""
-
-    def __init__(self, module: ModuleType, host: Any, config: Any) -> None:
-        cuda = SimpleNamespace(CUDAGraph=CpuGraph, graph=cpu_capture)
-        module.torch = SimpleNamespace(  # type: ignore[attr-defined]
-            **{name: getattr(torch, name) for name in ("inference_mode", "empty_like")}, cuda=cuda,
-            cat=torch.cat, empty=torch.empty,
-        )  # fmt: skip
-        self._manager = module.EncoderCudaGraphManager(
-            config, torch.device("cpu"), torch.float32, Recorder(host)
-        )
-        self.budgets = self._manager.token_budgets
-        self.max_items = self._manager.max_batch_size
-
-    def capture(self) -> None:
-        self._manager.capture(graph_pool=None)
-
-    def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        with torch.inference_mode():
-            results: list[Tensor] = self._manager.execute(mm_kwargs)
-        return results
-
-    @property
-    def hits(self) -> int:
-        return int(self._manager.get_cumulative_stats()["graph_hits"])
-
-    @property
-    def misses(self) -> int:
-        return int(self._manager.get_cumulative_stats()["graph_misses"])
-
-
-@contextmanager
-def own_vllm(ranks: int = 1) -> Iterator[Any]:
-    """What `tools/vllm_wheel.py` borrows from the wheel, and the ranks."""
-    if not WHEEL:
-        pytest.skip("M3COMPILE_VLLM_PATH names no vLLM wheel")
-    path = Path(__file__).parents[1] / "tools" / "vllm_wheel.py"
-    spec = importlib.util.spec_from_file_location("vllm_wheel", path)
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    shared = tool.Ranks(ranks)
-    with tool.borrowed(Path(WHEEL), shared) as found:
-        yield SimpleNamespace(ranks=shared, **vars(found))
 
 
 MakeManager = Callable[[Host, Any], Any]
 
 
-@pytest.fixture(params=["ours", "ours, vLLM importable", "vLLM's"])
+OURS, OURS_WITH_VLLM, VLLMS = "ours", "ours, vLLM importable", "vLLM's"
+
+
+@pytest.fixture(params=[OURS, VLLMS])
 def make_manager(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeManager]:
-    if request.param == "ours":
+    if request.param == OURS:
         assert importlib.util.find_spec("vllm") is None, "these tests run without vLLM"
         yield Manager
-    elif request.param == "ours, vLLM importable":
+    elif request.param == OURS_WITH_VLLM:
         defs = ModuleType("vllm.v1.worker.encoder_cudagraph_defs")
         defs.EncoderCudaGraphConfig = type("A", (protocol.GraphConfig,), {})  # type: ignore
         defs.EncoderItemSpec = type("B", (protocol.ItemSpec,), {})  # type: ignore
@@ -148,15 +104,16 @@ def captured(
     return manager, host
 
 
-IMAGES: list[Grid] = [(1, 16, 16), (1, 4, 4), (1, 20, 36), (1, 64, 64), (1, 8, 12), (1, 32, 32)]
+IMAGES: list[Grid] = [(1, 16, 16), (1, 4, 4), (1, 20, 20), (1, 46, 46), (1, 8, 12), (1, 24, 24)]
 CLIPS: list[Grid] = [(2, 8, 8), (12, 8, 8)]
 
 
+@pytest.mark.parametrize("make_manager", [OURS, OURS_WITH_VLLM, VLLMS], indirect=True)
 def test_mixed_images_and_clips(
     make_manager: MakeManager, golden_artifact: Path, eager: Eager
 ) -> None:
     manager, _ = captured(make_manager, golden_artifact, vllm_config(BUDGETS, 16))
-    # 64 x 64 patches are 1,024 tokens, over the largest budget.
+    # 46 x 46 patches are 529 tokens, over the largest budget.
     assert_same(manager.execute(images(IMAGES)), eager(make_rows(IMAGES), IMAGES))
     assert (manager.hits, manager.misses) == (5, 1)
     assert_same(manager.execute(videos(CLIPS, 1)), eager(make_rows(CLIPS, 1), CLIPS))
@@ -226,7 +183,7 @@ def test_the_artifacts_budgets_where_the_user_set_none(
 ) -> None:
     manager, _ = captured(make_manager, golden_artifact, vllm_config(max_tokens=300))
     assert (list(manager.budgets), manager.max_items) == ([16, 64, 256], 16)
-    grids: list[Grid] = [(1, 16, 16), (1, 36, 36)]
+    grids: list[Grid] = [(1, 16, 16), (1, 32, 34)]
     assert_same(manager.execute(images(grids)), eager(make_rows(grids), grids))
     assert (manager.hits, manager.misses) == (1, 1)
 
@@ -294,3 +251,32 @@ def test_data_parallel_ranks(golden_artifact: Path, eager: Eager) -> None:
         assert_same(one_item, expected[:1])
         assert_same(embedded, eager(make_rows(CLIPS), CLIPS))
     assert sum(manager.misses for manager in managers) == 1
+
+
+@pytest.mark.gpu
+def test_cuda_graphs(tmp_path: Path) -> None:
+    """A bfloat16 artifact, captured by a manager and by us: within bounds of eager float32."""
+    config = BuildConfig(
+        checkpoint=str(GOLDEN_CHECKPOINT), out=str(tmp_path / "cuda"), device="cuda",
+        budgets=BUDGETS, max_items=32,
+    )  # fmt: skip
+    artifact = build(config).path
+    with torch.device("cuda"):
+        tower = VllmTower().to(torch.bfloat16)
+    tower.dtype = torch.bfloat16
+    pool = torch.cuda.graph_pool_handle()
+    options = vllm_config(BUDGETS, 16)
+    host = Host(artifact, options, tower=tower)
+    manager = Manager(
+        host, options, "cuda", torch.bfloat16, torch.cuda.CUDAGraph,
+        partial(torch.cuda.graph, pool=pool),
+    )  # fmt: skip
+    manager.capture()
+    ours = Host(artifact, vllm_config(capture=False), tower=VllmTower().to("cuda", torch.bfloat16))
+    expected = Eager(artifact)(make_rows(IMAGES), IMAGES)
+    batch = images(IMAGES)
+    batch["pixel_values"] = batch["pixel_values"].cuda()
+    for got in (manager.execute(batch), manager.execute(batch), ours.embed_multimodal(**batch)):
+        for mine, theirs in zip(got, expected, strict=True):
+            assert torch.cosine_similarity(mine.float().cpu(), theirs, dim=1).min() >= 0.999
+    assert (manager.hits, manager.misses) == (10, 2)

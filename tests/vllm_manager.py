@@ -1,20 +1,28 @@
-"""A manager that follows vLLM's encoder CUDA-graph protocol, and graphs for a CPU.
+"""Managers that drive a host through vLLM's encoder CUDA-graph protocol, and graphs for a CPU.
 
-Written from the protocol's description: budgets, one capture per budget, greedy packing of the
+`OwnManager` is vLLM's, where M3COMPILE_VLLM_PATH names its wheel (or an unpacked one). `Manager`
+is written from the protocol's description: budgets, one capture per budget, greedy packing of the
 smallest items first, a copy with the padding logic, replay, cut, reorder, and the way without a
 graph for what no budget holds.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+WHEEL = os.environ.get("M3COMPILE_VLLM_PATH")
 
 
 class CpuGraph:
@@ -187,3 +195,51 @@ def _doubling(low: int, high: int) -> list[int]:
         budgets.append(low)
         low *= 2
     return [*budgets, high]
+
+
+class OwnManager:
+    """vLLM's manager, unchanged, with graphs for a CPU; the same face as ours."""
+
+    def __init__(self, module: ModuleType, host: Any, config: Any) -> None:
+        cuda = SimpleNamespace(CUDAGraph=CpuGraph, graph=cpu_capture)
+        module.torch = SimpleNamespace(  # type: ignore[attr-defined]
+            **{name: getattr(torch, name) for name in ("inference_mode", "empty_like")}, cuda=cuda,
+            cat=torch.cat, empty=torch.empty,
+        )  # fmt: skip
+        self._manager = module.EncoderCudaGraphManager(
+            config, torch.device("cpu"), torch.float32, Recorder(host)
+        )
+        self.budgets = self._manager.token_budgets
+        self.max_items = self._manager.max_batch_size
+
+    def capture(self) -> None:
+        self._manager.capture(graph_pool=None)
+
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
+        with torch.inference_mode():
+            results: list[Tensor] = self._manager.execute(mm_kwargs)
+        return results
+
+    @property
+    def hits(self) -> int:
+        return int(self._manager.get_cumulative_stats()["graph_hits"])
+
+    @property
+    def misses(self) -> int:
+        return int(self._manager.get_cumulative_stats()["graph_misses"])
+
+
+@contextmanager
+def own_vllm(ranks: int = 1) -> Iterator[Any]:
+    """What `tools/vllm_wheel.py` borrows from the wheel, and the ranks."""
+    if not WHEEL:
+        pytest.skip("M3COMPILE_VLLM_PATH names no vLLM wheel")
+    path = Path(__file__).parents[1] / "tools" / "vllm_wheel.py"
+    spec = importlib.util.spec_from_file_location("vllm_wheel", path)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    shared = tool.Ranks(ranks)
+    with tool.borrowed(Path(WHEEL), shared) as found:
+        yield SimpleNamespace(ranks=shared, **vars(found))

@@ -218,9 +218,8 @@ class Eager:
     """The eager tower in float32, one item at a time, with an artifact's weights."""
 
     def __init__(self, artifact: Path) -> None:
-        self._tower = make_tower(
-            read_manifest(artifact).tower, load_file(artifact / WEIGHTS), "TORCH_SDPA"
-        )
+        weights = {name: tensor.float() for name, tensor in load_file(artifact / WEIGHTS).items()}
+        self._tower = make_tower(read_manifest(artifact).tower, weights, "TORCH_SDPA")
 
     def __call__(self, rows: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
         parts = rows.split([math.prod(grid) for grid in grids])

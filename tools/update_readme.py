@@ -3,9 +3,9 @@
     python tools/update_readme.py            rewrite what stands between the markers
     python tools/update_readme.py --check    exit 1 where it differs from the files
 
-A results file is a JSON object: `rows`, a list of flat objects whose keys are the columns, in
-order; `circumstances`, a flat object that says on what, when and from which commit; `title`. Other
-keys are for other readers.
+A results file is what `m3compile bench --json` writes. Read are `rows` and `traffic_rows`, lists of
+flat objects whose keys are the columns, in order; `circumstances`, a flat object that says on what,
+when and from which commit; and `title`. Other keys are for other readers.
 """
 
 from __future__ import annotations
@@ -36,19 +36,30 @@ def _render_file(path: Path) -> str:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
-    rows = document.get("rows") if isinstance(document, dict) else None
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(document, dict) or not document.get("rows"):
         raise ValueError(f"{path}: found no rows, expected a list of objects")
+    tables = []
+    for key in ("rows", "traffic_rows"):
+        rows = document.get(key) or []
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{path}: {key} is not a list of objects")
+        if rows:
+            tables.append(_table(rows))
+    facts = document.get("circumstances") or {}
+    known = (f"{key} {_cell(value)}" for key, value in facts.items() if value is not None)
+    where = "; ".join(known)
+    heading = f"**{document.get('title', path.stem)}**" + (f" ({where})" if where else "")
+    return "\n\n".join([heading, *tables])
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [
         _row(columns),
         _row(["---"] + ["---:"] * (len(columns) - 1)),
         *(_row([_cell(row.get(column)) for column in columns]) for row in rows),
     ]
-    facts = document.get("circumstances") or {}
-    where = "; ".join(f"{key} {_cell(value)}" for key, value in facts.items())
-    heading = f"**{document.get('title', path.stem)}**" + (f" ({where})" if where else "")
-    return f"{heading}\n\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _row(cells: list[str]) -> str:

@@ -2,11 +2,13 @@
 
 A package does not know its own sizes, dtypes or machine, and a program that is called by a
 manifest of another one crashes or returns wrong numbers. So the builder writes into the package
-what it was compiled for, and a loader compares that with the manifest before it loads any code.
+what it was compiled for and what it holds, and a loader compares that with the manifest and with
+the package before torch unpacks it and loads its code.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zipfile
 import zlib
@@ -32,7 +34,12 @@ _ZIP_ERRORS = (
 
 
 class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a program was compiled for; fields as in `Manifest`."""
+    """What a program was compiled for; fields as in `Manifest`.
+
+    Attributes:
+        file: name of the package; an artifact may have two, for runs of different sizes.
+        members: SHA-256 of every other member of the package, by its name in the archive.
+    """
 
     tower: TowerConfig
     dtype: str
@@ -41,6 +48,9 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     outputs: tuple[TensorSpec, ...]
     weights: tuple[TensorSpec, ...]
     requirements: Requirements
+    few_rows_tokens: int
+    file: str
+    members: dict[str, str]
 
 
 def program_inputs(tower: TowerConfig, dtype: str, max_segments: int) -> tuple[TensorSpec, ...]:
@@ -60,47 +70,72 @@ def program_outputs(tower: TowerConfig, dtype: str, max_segments: int) -> tuple[
 
 
 def seal(package: Path, manifest: Manifest) -> None:
-    """Write into a package what it was compiled for."""
+    """Write into a package what it was compiled for and what it holds."""
     with zipfile.ZipFile(package, "a", zipfile.ZIP_STORED) as archive:
-        root = archive.namelist()[0].split("/", 1)[0]
-        archive.writestr(f"{root}/{_MEMBER}", msgspec.json.encode(_of(manifest)))
+        members = _digests(archive)
+        root = next(iter(members)).split("/", 1)[0]
+        archive.writestr(f"{root}/{_MEMBER}", msgspec.json.encode(_of(manifest, package, members)))
 
 
 def check_seal(package: Path, manifest: Manifest) -> None:
-    """Compare a package with the manifest beside it; no code is loaded.
+    """Compare a package with its seal, and the seal with the manifest; no code is loaded.
 
     Raises:
-        ArtifactDamagedError: it is no package, has no seal, or was compiled for something else;
-            names what differs.
+        ArtifactDamagedError: it is no package, has no seal, holds something else than its seal
+            says, or was compiled for something else than the manifest says; names what differs.
     """
     try:
-        found = msgspec.json.decode(_read(package), type=Seal)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ArtifactDamagedError(f"{package}: its seal is not valid: {error}") from None
-    difference = _difference("", found, _of(manifest))
+        with zipfile.ZipFile(package) as archive:
+            found = _read(package, archive)
+            members = _digests(archive)
+    except ArtifactDamagedError:
+        raise
+    except _ZIP_ERRORS as error:
+        raise ArtifactDamagedError(f"{package}: not a compiled package: {error}") from None
+    for name in sorted(members.keys() | found.members.keys()):
+        if members.get(name) != found.members.get(name):
+            raise ArtifactDamagedError(
+                f"{package}: member {shown(name)}: found {_digest_told(members.get(name))}, "
+                f"expected {_digest_told(found.members.get(name))}"
+            )
+    difference = _difference("", found, _of(manifest, package, members))
     if difference:
         raise ArtifactDamagedError(f"{package}: compiled for {difference} in {MANIFEST}")
 
 
-def _of(manifest: Manifest) -> Seal:
-    return Seal(**{name: getattr(manifest, name) for name in Seal.__struct_fields__})
+def _of(manifest: Manifest, package: Path, members: dict[str, str]) -> Seal:
+    fields = (name for name in Seal.__struct_fields__ if name not in ("file", "members"))
+    same = {name: getattr(manifest, name) for name in fields}
+    return Seal(file=package.name, members=members, **same)
 
 
-def _read(package: Path) -> bytes:
+def _digests(archive: zipfile.ZipFile) -> dict[str, str]:
+    """SHA-256 by name of every member but the seal."""
+    digests: dict[str, str] = {}
+    for info in archive.infolist():
+        if not info.filename.endswith("/" + _MEMBER):
+            # A name may come twice; then none of the two is what the seal says.
+            known = digests.get(info.filename, "")
+            digests[info.filename] = known + hashlib.sha256(archive.read(info)).hexdigest()
+    return digests
+
+
+def _read(package: Path, archive: zipfile.ZipFile) -> Seal:
+    seals = [info for info in archive.infolist() if info.filename.endswith("/" + _MEMBER)]
+    if len(seals) != 1:
+        raise ArtifactDamagedError(
+            f"{package}: found {len(seals)} seals, expected one; build the artifact again"
+        )
+    if seals[0].file_size > _MAX_BYTES:
+        raise ArtifactDamagedError(f"{package}: its seal is over {_MAX_BYTES} bytes")
     try:
-        with zipfile.ZipFile(package) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/" + _MEMBER)]
-            if len(names) != 1:
-                raise ArtifactDamagedError(
-                    f"{package}: found {len(names)} seals, expected one; build the artifact again"
-                )
-            if archive.getinfo(names[0]).file_size > _MAX_BYTES:
-                raise ArtifactDamagedError(f"{package}: its seal is over {_MAX_BYTES} bytes")
-            return archive.read(names[0])
-    except _ZIP_ERRORS as error:
-        if isinstance(error, ArtifactDamagedError):
-            raise
-        raise ArtifactDamagedError(f"{package}: not a compiled package: {error}") from None
+        return msgspec.json.decode(archive.read(seals[0]), type=Seal)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ArtifactDamagedError(f"{package}: its seal is not valid: {error}") from None
+
+
+def _digest_told(digest: str | None) -> str:
+    return "no such member" if digest is None else f"SHA-256 {digest[:64]}"
 
 
 def _difference(field: str, found: Any, expected: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 
 import torch
@@ -14,6 +16,12 @@ from m3compile.errors import DependencyError, OperationError
 
 # FlashAttention in bf16 lands near 3e-3 of fp32; an error of boundaries or scale is of order 1.
 _SELF_CHECK_ERROR = 2e-2
+
+# Segment lengths in rows that candidates are timed on: a photo, a page, and many thumbnails.
+_TIMED = ((1024,), (4096,), (256,) * 16)
+# Slots of the default segment table: some backends pay for unused ones.
+_SLOTS = 128
+_CALLS = 10
 
 
 def choose_backend(
@@ -40,23 +48,29 @@ def choose_backend(
     found = candidates(name, device, dtype, captured=captured)
     if device == "cpu":
         return found[0].name, "the one that runs on cpu"
-    times: dict[str, float] = {}
+    times: dict[str, list[float]] = {}
     reasons: list[str] = []
     for facts in found:
         try:
-            times[facts.name] = _check_and_time(facts, dtype, num_heads, head_dim)
+            times[facts.name] = _check_and_time(facts, dtype, captured, num_heads, head_dim)
         except (DependencyError, OperationError, RuntimeError) as error:
             reasons.append(f"{facts.name}: {str(error).splitlines()[0]}")
     if not times:
         raise OperationError(f"no attention backend for {name} works here: " + "; ".join(reasons))
-    best = min(times, key=times.__getitem__)
-    shown = ", ".join(f"{key} {value * 1000:.0f} us" for key, value in times.items())
+    # The geometric mean: a backend is as good as it is at every size, not at the slowest.
+    best = min(times, key=lambda key: math.prod(times[key]))
+    shown = ", ".join(
+        f"{key} {' / '.join(f'{value:.0f}' for value in values)} us"
+        for key, values in times.items()
+    )
     rejected = f"; not usable: {'; '.join(reasons)}" if reasons else ""
     return best, f"fastest that passed its self-check ({shown}{rejected})"
 
 
-def _check_and_time(facts: BackendFacts, dtype: str, num_heads: int, head_dim: int) -> float:
-    """Milliseconds of one call on 2,048 rows; raises OperationError where the result is wrong."""
+def _check_and_time(
+    facts: BackendFacts, dtype: str, captured: bool, num_heads: int, head_dim: int
+) -> list[float]:
+    """Microseconds of a call at each of `_TIMED`; OperationError where the result is wrong."""
     implementation(facts.name)
     q, k, v, cu_seqlens = self_check_inputs(2048, num_heads, head_dim, getattr(torch, dtype))
     got = run_on_cuda(q, k, v, cu_seqlens, facts.name)
@@ -66,15 +80,49 @@ def _check_and_time(facts: BackendFacts, dtype: str, num_heads: int, head_dim: i
         raise OperationError(
             f"differs from plain attention by {error:.1e}; allowed: {_SELF_CHECK_ERROR:.0e}"
         )
-    samples = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(10):
-            run_on_cuda(q, k, v, cu_seqlens, facts.name, False)
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) / 10)
+    return [
+        _time(facts.name, lengths, captured, num_heads, head_dim, getattr(torch, dtype))
+        for lengths in _TIMED
+    ]
+
+
+def _time(
+    backend: str,
+    lengths: tuple[int, ...],
+    captured: bool,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> float:
+    """Median microseconds of one call; captured, since launching from Python would drown it."""
+    num_rows = sum(lengths)
+    q, k, v = torch.randn(3, num_rows, num_heads, head_dim, device="cuda", dtype=dtype).unbind(0)
+    ends = torch.full((_SLOTS + 1,), num_rows, dtype=torch.int32)
+    ends[: len(lengths) + 1] = torch.tensor([0, *itertools.accumulate(lengths)])
+    cu_seqlens = ends.cuda()
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            run_on_cuda(q, k, v, cu_seqlens, backend, False)
+
+    stream = torch.cuda.Stream()
+    run = calls
+    with torch.cuda.stream(stream):
+        calls()
+        stream.synchronize()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                calls()
+            run = graph.replay
+        samples = []
+        for _ in range(12):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            samples.append(1000 * start.elapsed_time(end) / _CALLS)
     return statistics.median(samples)
 
 

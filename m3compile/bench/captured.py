@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from m3compile.attention import varlen_attention
 from m3compile.bench.packing import PEER_BUDGETS, PEER_MAX_ITEMS, pack_ascending, sequence_ends
-from m3compile.bench.runners import item_rows
+from m3compile.bench.runners import item_rows, segments_of_items
 from m3compile.buckets import segments_of
 from m3compile.config import TowerConfig
 from m3compile.geometry import locate_rows, rotary_tables
@@ -195,8 +195,7 @@ class CapturedEager:
             budget = next((size for size in self._budgets if size >= tokens), None)
         if budget not in self._buckets or len(grids) > PEER_MAX_ITEMS:
             return None
-        max_frames = self._config.vision_segment_max_frames
-        table = [part for grid in grids for part in segments_of(*grid, max_frames)]
+        table = segments_of_items(grids, self._config.vision_segment_max_frames)
         if len(table) > _MAX_SEQUENCES:
             return None
         self._run(pixel_values, table, budget)

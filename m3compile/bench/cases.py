@@ -14,7 +14,7 @@ Grid = tuple[int, int, int]
 
 # Sizes the project's targets are stated for.
 KEY_TOKENS = (64, 256, 576, 1296, 4096)
-_QUICK_BUDGETS = 3
+_QUICK_BUDGETS = 2
 _BATCH = (8, 256)
 # A small image alone in these buckets shows what padding costs.
 _SMALL_TOKENS = 64
@@ -59,7 +59,7 @@ class Effort(msgspec.Struct, frozen=True):
 
 
 FULL = Effort(least=5, most=20, seconds=1.5, next_calls=20, passes=3, calls=None)
-QUICK = Effort(least=3, most=5, seconds=0.2, next_calls=3, passes=1, calls=20)
+QUICK = Effort(least=2, most=5, seconds=0.1, next_calls=2, passes=1, calls=10)
 
 
 def choose_budgets(

@@ -1,4 +1,4 @@
-"""Measuring time: on the device between two events, or the wall clock around a synchronised call."""
+"""Measuring time: on the device between events, or the wall clock around a synchronised call."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from m3compile.bench.clock import Clock
 from m3compile.bench.floor import count_work, floor_of
 from m3compile.bench.judge import Expected, Judge
 from m3compile.bench.records import CaseResult, Ceilings, PeerResult
-from m3compile.bench.runners import EncoderRunner, Runner
-from m3compile.buckets import segments_of
+from m3compile.bench.runners import EncoderRunner, Runner, segments_of_items
 
 
 class Bench:
@@ -61,12 +60,9 @@ class Bench:
         route = _route(before, encoder.stats())
         end_to_end = self._clock.end_to_end(call)
         config, ceilings = encoder.manifest.tower, self._ceilings
-        segments = [
-            math.prod(segment)
-            for grid in grids
-            for segment in segments_of(*grid, config.vision_segment_max_frames)
-        ]
-        work = count_work(config, segments, self._pixel_values.element_size())
+        segments = segments_of_items(grids, config.vision_segment_max_frames)
+        patches = [math.prod(segment) for segment in segments]
+        work = count_work(config, patches, self._pixel_values.element_size())
         floor = floor_of(work, ceilings.flops_per_s, ceilings.bytes_per_s)
         return CaseResult(
             name=case.name,
@@ -85,9 +81,7 @@ class Bench:
             peers=tuple(self._peer_results(case, pixels, expected)),
         )
 
-    def _peer_results(
-        self, case: Case, pixels: Tensor, expected: Expected
-    ) -> list[PeerResult]:
+    def _peer_results(self, case: Case, pixels: Tensor, expected: Expected) -> list[PeerResult]:
         grids = list(case.grids)
         is_forced = case.kind == "padded"
         found = []

@@ -64,6 +64,6 @@ def _captured(
     config = manifest.tower
     model = PeerModel(config, weights, manifest.requirements.attention_backend, passes)
     frequency = weights["inverse_frequency"]
-    return CapturedEager(model, config, frequency, weights["patch_embed.weight"].dtype, graph_capture(device))
-
-
+    return CapturedEager(
+        model, config, frequency, weights["patch_embed.weight"].dtype, graph_capture(device)
+    )

@@ -64,13 +64,11 @@ class EncoderRunner:
         tokens = len(pixel_values) // 4
         if budget is None:
             budget = next((size for size in self.encoder.ladder if size >= tokens), None)
-        if budget not in self.encoder.ladder or len(grids) > self.encoder.max_segments:
+        max_frames = self.encoder.manifest.tower.vision_segment_max_frames
+        segments = segments_of_items(grids, max_frames)
+        if budget not in self.encoder.ladder or len(segments) > self.encoder.max_segments:
             return None
-        # Leaves the batch in the buffers, which a replay reads and never writes.
-        self.encoder.encode_at(pixel_values, grids, budget)
-        bucket = self.encoder._bucket(budget)
-        assert bucket is not None
-        return bucket.run, budget
+        return self.encoder.prepare_run(budget, segments, pixel_values), budget
 
     def padding(self) -> tuple[int, int]:
         stats = self.encoder.stats()
@@ -109,11 +107,15 @@ class EagerRunner:
 
     def _table(self, pixel_values: Tensor, grids: Sequence[Grid]) -> Tensor:
         """(num_segments, 3) int32 on the device."""
-        max_frames = self._tower.config.vision_segment_max_frames
-        segments = [part for grid in grids for part in segments_of(*grid, max_frames)]
+        segments = segments_of_items(grids, self._tower.config.vision_segment_max_frames)
         return torch.tensor(segments, dtype=torch.int32).to(pixel_values.device)
 
 
 def item_rows(grids: Sequence[Grid]) -> list[int]:
     """First row of every item in `pixel_values`, and N last."""
     return [0, *accumulate(math.prod(grid) for grid in grids)]
+
+
+def segments_of_items(grids: Sequence[Grid], max_frames: int) -> list[Grid]:
+    """(t, h, w) of every segment of a batch, in order."""
+    return [part for grid in grids for part in segments_of(*grid, max_frames)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from m3compile.bench.clock import Clock, finite, percentile
+from m3compile.bench.clock import Clock, percentile
 from m3compile.bench.judge import Judge, merge
 from m3compile.bench.records import Check, TrafficRun
 from m3compile.bench.runners import Runner
@@ -30,7 +30,7 @@ def run_trace(
     pixel_values: Tensor,
     clock: Clock,
     judge: Judge,
-    on_pass: Callable[[], None] = lambda: None,
+    on_pass: Callable[[int], None],
 ) -> tuple[TrafficRun, Check]:
     """Time a trace and check some of its results.
 
@@ -38,7 +38,7 @@ def run_trace(
         calls: the items' grids of every call.
         pixel_values: at least as many random rows as the largest call needs; every call takes its
             rows from the start.
-        on_pass: called after each pass.
+        on_pass: told how many passes are done.
 
     Returns:
         The record, and how the checked calls' results compare with eager float32.
@@ -52,7 +52,7 @@ def run_trace(
     latencies: list[float] = []
     seconds: list[float] = []
     seconds_back_to_back: list[float] = []
-    for _ in range(clock.effort.passes):
+    for done in range(1, clock.effort.passes + 1):
         one_pass = [
             clock.wall_ms(lambda batch=batch: runner.encode(*batch))  # type: ignore[misc]
             for batch in batches
@@ -60,16 +60,16 @@ def run_trace(
         latencies += one_pass
         seconds.append(sum(one_pass) / 1000)
         seconds_back_to_back.append(_back_to_back(runner, batches, clock))
-        on_pass()
+        on_pass(done)
     real, padded = (
         after - before
         for after, before in zip(runner.padding(), (real_before, padded_before), strict=True)
     )
-    step = max(1, len(batches) // _CHECKED_CALLS)
+    checked = [batch for batch in batches if batch[1]]
+    checked = checked[:: math.ceil(len(checked) / _CHECKED_CALLS)]
     check = merge([
         judge.check(runner.encode(pixels, grids), judge.expect(pixels, grids))
-        for pixels, grids in batches[::step]
-        if grids
+        for pixels, grids in checked
     ])  # fmt: skip
     num_calls, tokens = len(calls), count_tokens(calls)
     median, median_back_to_back = map(statistics.median, (seconds, seconds_back_to_back))
@@ -80,14 +80,14 @@ def run_trace(
         tokens_per_s=tokens / median,
         slowest_calls_per_s=num_calls / max(seconds),
         fastest_calls_per_s=num_calls / min(seconds),
-        p50_ms=percentile(latencies, 50),
-        p90_ms=percentile(latencies, 90),
-        p99_ms=percentile(latencies, 99),
+        p50_ms=round(percentile(latencies, 50), 4),
+        p90_ms=round(percentile(latencies, 90), 4),
+        p99_ms=round(percentile(latencies, 99), 4),
         back_to_back_calls_per_s=num_calls / median_back_to_back,
         back_to_back_tokens_per_s=tokens / median_back_to_back,
         padded_share=padded / (real + padded) if real + padded else 0.0,
-        checked_calls=len(batches[::step]),
-        error=None if check.error is None else finite(check.error),
+        checked_calls=len(checked),
+        error=check.error,
     )
     return run, check
 

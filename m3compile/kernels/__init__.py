@@ -23,8 +23,12 @@ KERNELS = ("plain", "triton", "few_rows")
 class Kernels(Protocol):
     """What every form offers. `cu_seqlens` (S + 1,) int32 ends with the number of real rows."""
 
-    def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
-        """What the residual lacks before the first and after each addition, (n + 1, H) float32.
+    def segments_with(self, is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
+        """(S,) bool: the slots that a marked row (P,) bool belongs to."""
+        ...
+
+    def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
+        """What the residual lacks before the first and after each addition: (H,) float32 each.
 
         `add_product` may leave the biases (H,) out; their sums so far are added where the residual
         is read. None where it adds them itself.

@@ -13,7 +13,11 @@ from m3compile.kernels.base import BaseForm
 
 
 class PlainForm(BaseForm):
-    def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
+    def segments_with(self, is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
+        slots = torch.arange(num_slots, device=is_marked.device)
+        return ((segment_of_row[:, None] == slots) & is_marked[:, None]).any(0)
+
+    def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
         return None
 
     def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:

@@ -14,7 +14,12 @@ from torch.library import triton_op, wrap_triton
 
 from m3compile.kernels.base import BaseForm
 from m3compile.kernels.product import add_product_
-from m3compile.kernels.triton_kernels import gelu_kernel, norm_kernel, rotate_kernel
+from m3compile.kernels.triton_kernels import (
+    count_marks_kernel,
+    gelu_kernel,
+    norm_kernel,
+    rotate_kernel,
+)
 
 # Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
 NORM_WARPS = 2
@@ -22,6 +27,18 @@ _ROTATE_BLOCK = 512
 _ROTATE_WARPS = 2
 _GELU_BLOCK = 2048
 _GELU_WARPS = 4
+_MARK_BLOCK = 1024
+
+
+@triton_op("m3compile::count_marks", mutates_args=())
+def _count_marks(is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
+    counts = torch.zeros(num_slots, dtype=torch.int32, device=is_marked.device)
+    num_rows = is_marked.shape[0]
+    blocks = (num_rows + _MARK_BLOCK - 1) // _MARK_BLOCK
+    wrap_triton(count_marks_kernel)[(blocks,)](
+        is_marked, segment_of_row, counts, num_rows, BLOCK=_MARK_BLOCK, num_warps=4
+    )
+    return counts
 
 
 @triton_op("m3compile::norm", mutates_args=())
@@ -38,7 +55,7 @@ def _norm(
         bias,
         normed,
         cu_seqlens.shape[0] - 1,
-        eps,
+        EPS=eps,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         num_warps=NORM_WARPS,
@@ -83,9 +100,12 @@ def _gelu(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 class TritonForm(BaseForm):
-    def residual_offsets(self, biases: Sequence[Tensor]) -> Tensor | None:
+    def segments_with(self, is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
+        return _count_marks(is_marked, segment_of_row, num_slots) > 0
+
+    def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
         sums = torch.stack(list(biases)).to(torch.float32).cumsum(0)
-        return torch.nn.functional.pad(sums, (0, 0, 1, 0))
+        return [torch.zeros_like(sums[0]), *sums.unbind()]
 
     def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
         add_product_(x, y, linear.weight)

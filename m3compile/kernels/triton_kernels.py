@@ -11,11 +11,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _normalise(x, inside, weight, bias, eps, SIZE: tl.constexpr):
+def count_marks_kernel(marked_ptr, slot_ptr, counts_ptr, num_rows, BLOCK: tl.constexpr):
+    """Adds one to the count of a row's slot for every marked row; others cost no traffic."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    marked = tl.load(marked_ptr + rows, mask=rows < num_rows, other=0) != 0
+    slot = tl.load(slot_ptr + rows, mask=marked, other=0)
+    tl.atomic_add(counts_ptr + slot, 1, mask=marked, sem="relaxed")
+
+
+@triton.jit
+def _normalise(x, inside, weight, bias, EPS: tl.constexpr, SIZE: tl.constexpr):
     """layer_norm of one row; `x` is zero outside."""
     mean = tl.sum(x, 0) / SIZE
     centred = tl.where(inside, x - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + eps)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + EPS)
     return centred * scale * weight + bias
 
 
@@ -28,7 +37,7 @@ def norm_kernel(
     bias_ptr,
     out_ptr,
     num_segments,
-    eps,
+    EPS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -42,7 +51,7 @@ def norm_kernel(
     x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = _normalise(x, inside, weight, bias, eps, SIZE)
+    normed = _normalise(x, inside, weight, bias, EPS, SIZE)
     tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -58,7 +67,7 @@ def add_parts_norm_kernel(
     out_ptr,
     num_rows,
     num_segments,
-    eps,
+    EPS: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -72,13 +81,13 @@ def add_parts_norm_kernel(
     offsets = row.to(tl.int64) * SIZE + columns
     x = tl.load(x_ptr + offsets, mask=used, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
-        at = parts_ptr + part * num_rows.to(tl.int64) * SIZE
+        at = parts_ptr + part * num_rows * SIZE
         x += tl.load(at + offsets, mask=used, other=0.0).to(tl.float32)
     tl.store(total_ptr + offsets, x.to(total_ptr.dtype.element_ty), mask=inside)
     x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = _normalise(x, inside, weight, bias, eps, SIZE)
+    normed = _normalise(x, inside, weight, bias, EPS, SIZE)
     tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -142,7 +151,6 @@ def short_attention_kernel(
     out_ptr,
     bounds_ptr,
     num_segments,
-    scale_log2,
     qk_stride,
     v_stride,
     out_stride,
@@ -150,6 +158,7 @@ def short_attention_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SLOTS: tl.constexpr,
+    SCALE_LOG2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -193,7 +202,7 @@ def short_attention_kernel(
                 other=0.0,
             )
             scores = tl.dot(q_low, k_low)
-            scores = tl.dot(q_high, k_high, scores) * scale_log2
+            scores = tl.dot(q_high, k_high, scores) * SCALE_LOG2
             scores = tl.where(has_key[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             shrink = tl.exp2(top - new_top)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ class Simulation:
         replays, exact_runs: runs in a graph and at the exact shape.
         graph_tokens, padded_tokens: real ones and padding of the runs in graphs.
         most_segments: of any run.
+        largest_exact: tokens of the largest exact run; 0 where there is none.
         demand: the runs.
     """
 
@@ -34,6 +35,7 @@ class Simulation:
     graph_tokens: float
     padded_tokens: float
     most_segments: int
+    largest_exact: int
     demand: Demand
 
     @property
@@ -51,41 +53,52 @@ def simulate(workload: Workload, ladder: Sequence[int], times: RouteTimes) -> Si
     """Serve a workload. The number of segments in a run is bounded by nothing but its tokens."""
     planner = Planner(ladder, MAX_ITEMS, times)
     model = CostModel(ladder, times)
-    runs: defaultdict[tuple[int, float], float] = defaultdict(float)
-    by_budget: Counter[int | None] = Counter()
-    cost_ms = graph_tokens = padded_tokens = 0.0
-    most_segments = 1
-
-    def count(tokens: int, attention: float, weight: float, budget: int | None) -> None:
-        nonlocal graph_tokens, padded_tokens
-        runs[tokens, attention] += weight
-        by_budget[budget] += weight  # type: ignore[assignment]
-        if budget is not None:
-            graph_tokens += weight * tokens
-            padded_tokens += weight * (budget - tokens)
-
+    served = _Served()
     for tokens, number in workload.single.items():
         attention = model.attention(tokens)
-        ms, budget = model.price(tokens, attention)
-        cost_ms += number * ms
-        count(tokens, attention, number, budget)
+        cost_ms, budget = model.price(tokens, attention)
+        served.add(tokens, attention, budget, cost_ms, number)
+    most_segments = 1
     for items, weight in workload.packed:
         for run in planner.plan(items):
             attention = sum(piece.attention for piece in run.pieces)
-            cost_ms += weight * model.cost(run.budget, run.tokens, attention)
-            count(run.tokens, attention, weight, run.budget)
+            cost_ms = model.cost(run.budget, run.tokens, attention)
+            served.add(run.tokens, attention, run.budget, cost_ms, weight)
             most_segments = max(most_segments, sum(piece.num_segments for piece in run.pieces))
-    exact_runs = by_budget.pop(None, 0)
     return Simulation(
         ladder=tuple(ladder),
-        cost_ms=cost_ms,
-        replays=sum(by_budget.values()),
-        exact_runs=exact_runs,
-        graph_tokens=graph_tokens,
-        padded_tokens=padded_tokens,
+        cost_ms=served.cost_ms,
+        replays=served.replays,
+        exact_runs=served.exact_runs,
+        graph_tokens=served.graph_tokens,
+        padded_tokens=served.padded_tokens,
         most_segments=most_segments,
-        demand=demand_of(runs),
+        largest_exact=served.largest_exact,
+        demand=demand_of(served.runs),
     )
+
+
+class _Served:
+    """Sums over runs."""
+
+    def __init__(self) -> None:
+        self.runs: defaultdict[tuple[int, float], float] = defaultdict(float)
+        self.cost_ms = self.replays = self.exact_runs = 0.0
+        self.graph_tokens = self.padded_tokens = 0.0
+        self.largest_exact = 0
+
+    def add(
+        self, tokens: int, attention: float, budget: int | None, cost_ms: float, weight: float
+    ) -> None:
+        self.runs[tokens, attention] += weight
+        self.cost_ms += weight * cost_ms
+        if budget is None:
+            self.exact_runs += weight
+            self.largest_exact = max(self.largest_exact, tokens)
+        else:
+            self.replays += weight
+            self.graph_tokens += weight * tokens
+            self.padded_tokens += weight * (budget - tokens)
 
 
 def ideal_ms(workload: Workload, times: RouteTimes) -> float:

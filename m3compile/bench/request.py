@@ -1,0 +1,92 @@
+"""What a bench is asked for, checked before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from m3compile.artifact import WEIGHTS, Manifest, check_files, read_manifest
+from m3compile.bench.cases import FULL, QUICK, Effort, choose_budgets
+from m3compile.errors import RequestError
+from m3compile.loading import check_machine
+from m3compile.traffic import Call, read_traffic
+
+
+class Request(NamedTuple):
+    """A request that can be served.
+
+    Attributes:
+        budgets: to measure.
+        trace: file of the traffic, None without.
+        calls: of the trace, as many as will be run.
+        against: folder of another artifact, None without.
+        notes: what the request itself leaves out.
+    """
+
+    folder: Path
+    manifest: Manifest
+    device: torch.device
+    budgets: tuple[int, ...]
+    quick: bool
+    effort: Effort
+    trace: Path | None
+    calls: tuple[Call, ...]
+    against: Path | None
+    notes: tuple[str, ...]
+
+
+def make_request(
+    path: str | Path,
+    *,
+    budgets: Sequence[int] | None,
+    quick: bool,
+    traffic: str | Path | None,
+    skip_bad: bool,
+    against: str | Path | None,
+) -> Request:
+    """Arguments and errors as `bench`. Reads every file of the artifact, for its digest."""
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    chosen = choose_budgets(manifest.ladder, budgets, quick)
+    effort = QUICK if quick else FULL
+    notes: list[str] = []
+    calls: tuple[Call, ...] = ()
+    if traffic is not None:
+        max_frames = manifest.tower.vision_segment_max_frames
+        found = read_traffic(traffic, skip_bad=skip_bad, max_frames=max_frames)
+        calls = found.calls[: effort.calls]
+        notes += [f"{Path(traffic).name}: left out {line}" for line in found.skipped]
+        if not any(calls):
+            raise RequestError(f"{traffic}: its calls have no items; expected at least one")
+    # A load finds the files in the page cache after this.
+    check_files(folder, manifest)
+    device = check_machine(folder, manifest, None)
+    if against is not None:
+        _check_other(Path(against), folder, manifest)
+    return Request(
+        folder,
+        manifest,
+        device,
+        chosen,
+        quick,
+        effort,
+        Path(traffic) if traffic is not None else None,
+        calls,
+        Path(against) if against is not None else None,
+        tuple(notes),
+    )
+
+
+def _check_other(other: Path, folder: Path, manifest: Manifest) -> None:
+    """Only artifacts of the same weights in the same dtype give comparable results."""
+    found = read_manifest(other)
+    for what, theirs, ours in (
+        ("dtype", found.dtype, manifest.dtype),
+        ("device", found.requirements.device, manifest.requirements.device),
+        ("weights", found.files[WEIGHTS].sha256[:16], manifest.files[WEIGHTS].sha256[:16]),
+    ):
+        if theirs != ours:
+            raise RequestError(f"--against {other}: has {what} {theirs}; {folder} has {ours}")

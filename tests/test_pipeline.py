@@ -1,0 +1,460 @@
+"""The stages of a build, with the golden program in the place of export and compiler: what is
+published is compared with the config and the checkpoint; what is there after a failure, in any
+stage and of any kind, with what was there before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from conftest import GOLDEN_CHECKPOINT, MAX_ITEMS
+from safetensors.torch import load_file
+
+import m3compile
+from m3compile import pipeline
+from m3compile.artifact import check_files, read_manifest
+from m3compile.config import BOUNDS, TINY, Bounds, BuildConfig
+from m3compile.errors import (
+    BuildError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ExitCode,
+    M3CompileError,
+    OperationError,
+    RequestError,
+    VerificationError,
+)
+from m3compile.pipeline import build
+from m3compile.progress import Progress
+from m3compile.weights import init_checkpoint
+
+STAGES = ["read checkpoint", "choose attention", "export", "compile", "write weights", "load"]
+STAGES += ["verify"]
+
+
+@pytest.fixture
+def compiles(golden_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Puts the golden program in the compiler's place; what is in the list is called there."""
+    inside: list[Callable[[], object]] = []
+
+    def compile_package(exported: object, package: Path) -> None:
+        for call in inside:
+            call()
+        with (
+            zipfile.ZipFile(golden_artifact / "encoder.pt2") as full,
+            zipfile.ZipFile(package, "w") as bare,
+        ):
+            for name in full.namelist():
+                if not name.endswith("m3compile.json"):
+                    bare.writestr(name, full.read(name))
+
+    monkeypatch.setattr(pipeline, "export_tower", lambda *args: None)
+    monkeypatch.setattr(pipeline, "compile_package", compile_package)
+    return inside
+
+
+def config(out: Path, **options: Any) -> BuildConfig:
+    return BuildConfig(
+        **{
+            "checkpoint": str(GOLDEN_CHECKPOINT),
+            "out": str(out),
+            "device": "cpu",
+            # As many as segments: the golden program has 32 slots.
+            "budgets": (32,),
+            "max_items": MAX_ITEMS,
+            **options,
+        }
+    )
+
+
+def checkpoint_with(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The golden checkpoint with another config."""
+    shutil.copytree(GOLDEN_CHECKPOINT, folder)
+    document = json.loads((folder / "config.json").read_text())
+    change(document)
+    (folder / "config.json").write_text(json.dumps(document))
+    return folder
+
+
+class Stages(Progress):
+    """Notes what is begun; may do something at the beginning of a stage."""
+
+    def __init__(self, at: str = "", call: Callable[[], object] = int) -> None:
+        self.begun: list[str] = []
+        self._at, self._call = at, call
+
+    def start(self, stage: str) -> None:
+        self.begun.append(stage)
+        if stage == self._at:
+            self._call()
+
+
+def throw(error: BaseException) -> Callable[[], object]:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+@contextmanager
+def nothing_is_left(folder: Path) -> Iterator[None]:
+    """The folder's tree is the same before and after."""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    yield
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+# What a build makes.
+
+
+def test_what_is_published(compiles: object, tmp_path: Path) -> None:
+    progress = Stages()
+    report = build(config(tmp_path / "a", budgets=(4, 32)), progress)
+    assert progress.begun == STAGES
+    assert list(report.seconds) == STAGES
+    assert report.path == tmp_path / "a"
+    assert os.listdir(tmp_path) == ["a"]
+    assert sorted(os.listdir(report.path)) == [
+        "encoder.pt2", "manifest.json", "verify.json", "weights.safetensors",
+    ]  # fmt: skip
+    manifest = read_manifest(report.path)
+    check_files(report.path, manifest)
+    assert manifest == report.manifest
+    assert (manifest.ladder, manifest.max_segments, manifest.dtype) == ((4, 32), 32, "float32")
+    assert manifest.tower == TINY
+    assert manifest.bounds == BOUNDS["float32"]
+    assert manifest.times is None
+    verification = json.loads((report.path / "verify.json").read_text())
+    assert verification["passed"]
+    assert verification["reference"] == "checkpoint"
+    assert verification["summary"] == report.verification.summary
+    # Read by other accounts than the one that built it.
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in report.path.iterdir()}
+    assert len(modes) == 1
+    with m3compile.load(report.path) as encoder:
+        assert encoder.ladder == (4, 32)
+
+
+def test_every_default_is_filled_in(compiles: object, tmp_path: Path) -> None:
+    manifest = build(config(tmp_path / "a", dtype=None)).manifest
+    assert manifest.build == config(tmp_path / "a", dtype="float32")
+    resolved = pipeline.resolve(BuildConfig(device="cpu"))
+    assert resolved.budgets is not None
+    assert len(resolved.budgets) == 38
+    assert (resolved.out, resolved.dtype) == (os.path.join("exported", "tiny"), "float32")
+    named = pipeline.resolve(BuildConfig(device="cpu", checkpoint="/some/where/M3/"))
+    assert named.out == os.path.join("exported", "M3")
+
+
+def test_weights_are_stored_once_and_as_they_are(compiles: object, tmp_path: Path) -> None:
+    report = build(config(tmp_path / "a"))
+    stored = load_file(report.path / "weights.safetensors")
+    assert {
+        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in stored.items()
+    } == {(spec.name, spec.dtype, spec.shape) for spec in report.manifest.weights}
+    size = sum(tensor.nbytes for tensor in stored.values())
+    assert size < (report.path / "weights.safetensors").stat().st_size < size + 10_000
+    assert all(tensor.isfinite().all() for tensor in stored.values())
+
+
+def test_provenance_of_a_checkpoint(compiles: object, tmp_path: Path) -> None:
+    source = build(config(tmp_path / "a")).manifest.provenance
+    assert (source.weights, source.checkpoint) == ("checkpoint", str(GOLDEN_CHECKPOINT.resolve()))
+    assert source.checkpoint_files == {
+        f"model-0000{index}-of-00004.safetensors": (
+            GOLDEN_CHECKPOINT / f"model-0000{index}-of-00004.safetensors"
+        )
+        .stat()
+        .st_size
+        for index in (1, 2, 3)
+    }
+    assert source.torch == torch.__version__
+
+
+def test_random_weights_are_told_from_others(compiles: object, tmp_path: Path) -> None:
+    given = init_checkpoint(tmp_path / "random", TINY, seed=7)
+    source = build(config(tmp_path / "a", checkpoint=str(given))).manifest.provenance
+    assert (source.weights, source.checkpoint) == ("random", str(given))
+    source = build(config(tmp_path / "b", checkpoint=None)).manifest.provenance
+    assert (source.weights, source.checkpoint) == ("random", None)
+
+
+def test_the_image_processors_settings_come_along(compiles: object, tmp_path: Path) -> None:
+    given = init_checkpoint(tmp_path / "random", TINY)
+    report = build(config(tmp_path / "a", checkpoint=str(given)))
+    name = "preprocessor_config.json"
+    assert (report.path / name).read_bytes() == (given / name).read_bytes()
+    assert name in report.manifest.files
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ('{"patch_size": 16}', "patch_size is 16; allowed: 14"),
+        ('{"temporal_patch_size": 1}', "temporal_patch_size is 1; allowed: 2"),
+        ('{"merge_size": 4}', "merge_size is 4; allowed: 2"),
+        ('{"do_resize": false}', "do_resize is False"),
+        ("[]", "preprocessor_config.json"),
+        ("{", "preprocessor_config.json"),
+    ],
+)
+def test_settings_that_encode_could_not_honour(tmp_path: Path, settings: str, says: str) -> None:
+    given = checkpoint_with(tmp_path / "checkpoint", lambda document: None)
+    (given / "preprocessor_config.json").write_text(settings)
+    progress = Stages()
+    with pytest.raises(CheckpointError, match=says), nothing_is_left(tmp_path):
+        build(config(tmp_path / "a", checkpoint=str(given)), progress)
+    assert progress.begun == ["read checkpoint"]
+
+
+def test_warnings_of_the_checkpoint_are_passed_on(compiles: object, tmp_path: Path) -> None:
+    given = checkpoint_with(tmp_path / "checkpoint", lambda document: None)
+    shutil.copy(given / "model-00001-of-00004.safetensors", given / "model.safetensors")
+    (warning,) = build(config(tmp_path / "a", checkpoint=str(given))).warnings
+    assert "model.safetensors was not read" in warning
+
+
+# What it refuses before any work.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"attention": "FLASHINFER"}, ConfigError, "reads max_seqlen on the host"),
+        ({"attention": "FLASH_ATTN"}, ConfigError, "does not run on cpu"),
+        ({"engine": "reduce-overhead"}, ConfigError, "allowed: aoti"),
+        ({"attention_dtype": "bfloat16"}, ConfigError, "attention_dtype is 'bfloat16'"),
+        ({"attention_dtype": "fp8", "fp8_scales": "x"}, ConfigError, "attention_dtype is 'fp8'"),
+        ({"fp8_scales": "x"}, ConfigError, "fp8_scales is 'x'"),
+        ({"specialize": (16,)}, ConfigError, "specialize"),
+    ],
+)
+def test_refused_before_any_work(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    progress = Stages()
+    with pytest.raises(error, match=says), nothing_is_left(tmp_path):
+        build(config(tmp_path / "a", **options), progress)
+    assert progress.begun == []
+
+
+def test_no_gpu_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OperationError, match="no usable CUDA device; use --device cpu"):
+        build(config(tmp_path / "a", device="cuda"))
+    assert pipeline.resolve(BuildConfig()).device == "cpu"
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    progress = Stages()
+    with pytest.raises(BuildError, match=r"/nonexistent/c\+\+ is not on the PATH"):
+        build(config(tmp_path / "a"), progress)
+    assert progress.begun == []
+    assert not os.listdir(tmp_path)
+
+
+def test_an_existing_artifact_is_refused_before_any_work(
+    golden_artifact: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(golden_artifact, tmp_path / "a")
+    progress = Stages()
+    with pytest.raises(RequestError, match="a exists; pass --force"), nothing_is_left(tmp_path):
+        build(config(tmp_path / "a"), progress)
+    assert progress.begun == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_another_folder_is_refused_before_any_work(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/thesis.txt").write_text("mine")
+    progress = Stages()
+    with pytest.raises(RequestError, match="is not an artifact"), nothing_is_left(tmp_path):
+        build(config(tmp_path / "a", force=force), progress)
+    assert progress.begun == []
+
+
+def test_a_parent_that_cannot_be_written_to(compiles: object, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    progress = Stages()
+    with pytest.raises(OperationError, match="cannot write to"), nothing_is_left(tmp_path):
+        build(config(tmp_path / "file/a"), progress)
+    assert "export" not in progress.begun
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="gone does not exist"):
+        build(config(tmp_path / "a", checkpoint=str(tmp_path / "gone")))
+    assert not os.listdir(tmp_path)
+
+
+# What fails on the way.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("thrown", "caught"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(28, "No space left on device"), (BuildError, OSError)),
+        (MemoryError(), MemoryError),
+        (BuildError("the compiler failed"), BuildError),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failure_in_any_stage_leaves_nothing(
+    compiles: object,
+    golden_artifact: Path,
+    tmp_path: Path,
+    stage: str,
+    thrown: BaseException,
+    caught: type[BaseException],
+    force: bool,
+) -> None:
+    if force:
+        shutil.copytree(golden_artifact, tmp_path / "a")
+    progress = Stages(stage, throw(thrown))
+    with pytest.raises(caught), nothing_is_left(tmp_path):
+        build(config(tmp_path / "a", force=force), progress)
+    assert progress.begun[-1] == stage
+
+
+def test_an_error_of_the_system_becomes_one_of_ours(compiles: object, tmp_path: Path) -> None:
+    out_of_memory = torch.OutOfMemoryError("CUDA out of memory.\nTried everything")
+    for thrown, says in (
+        (OSError(28, "No space left on device"), "cannot write to .*No space left on device"),
+        (out_of_memory, r"out of device memory: CUDA out of memory\.$"),
+    ):
+        with pytest.raises(BuildError, match=says) as caught:
+            build(config(tmp_path / "a"), Stages("compile", throw(thrown)))
+        assert caught.value.exit_code == ExitCode.FAILED
+
+
+def test_a_full_disk(compiles: list[Callable[[], object]], tmp_path: Path) -> None:
+    """As far as a limit of the size of files is one: the weights are larger, the program is not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = 2_500_000
+    progress = Stages(
+        "write weights", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    )
+    try:
+        with pytest.raises(BuildError, match=r"cannot write to .*too large"):
+            build(config(tmp_path / "a"), progress)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not os.listdir(tmp_path)
+
+
+def test_another_build_was_faster(
+    compiles: list[Callable[[], object]], golden_artifact: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "a"
+    compiles.append(lambda: shutil.copytree(golden_artifact, out))
+    with pytest.raises(RequestError, match="a exists; pass --force"):
+        build(config(out))
+    assert read_manifest(out) == read_manifest(golden_artifact)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_force_replaces_what_another_build_made(
+    compiles: list[Callable[[], object]], golden_artifact: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "a"
+    compiles.append(lambda: shutil.copytree(golden_artifact, out))
+    build(config(out, force=True))
+    assert read_manifest(out).ladder == (32,)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+# What its own verification finds.
+
+
+def test_bounds_that_cannot_be_held(
+    compiles: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (pipeline, m3compile.verify):
+        monkeypatch.setattr(module, "BOUNDS", {"float32": Bounds(relative_error=1e-12)})
+    with pytest.raises(VerificationError, match=r"differs from eager.*allowed 1e-12") as caught:
+        build(config(tmp_path / "a"))
+    assert caught.value.exit_code == ExitCode.VERIFICATION
+    assert not os.listdir(tmp_path)
+
+
+def test_a_program_that_computes_something_else(compiles: object, tmp_path: Path) -> None:
+    """The program has an epsilon inside that is not the checkpoint's."""
+    given = checkpoint_with(
+        tmp_path / "checkpoint",
+        lambda document: document["vision_config"].update(layer_norm_eps=1e-3),
+    )
+    progress = Stages()
+    with pytest.raises(VerificationError, match="nothing was published"), nothing_is_left(tmp_path):
+        build(config(tmp_path / "a", checkpoint=str(given)), progress)
+    assert progress.begun == STAGES
+
+
+def test_weights_that_another_program_wants(compiles: object, tmp_path: Path) -> None:
+    def one_layer_less(document: dict[str, Any]) -> None:
+        document["vision_config"]["num_hidden_layers"] = 2
+
+    small = msgspec.structs.replace(TINY, num_hidden_layers=2)
+    given = init_checkpoint(tmp_path / "checkpoint", small)
+    with pytest.raises(M3CompileError, match=r"layers\.2\."), nothing_is_left(tmp_path):
+        build(config(tmp_path / "a", checkpoint=str(given)))
+
+
+# Interrupted from outside.
+
+SLOW_BUILD = """
+import sys, time
+from m3compile import pipeline
+from m3compile.cli.app import main
+pipeline.export_tower = lambda *args: None
+def compile_package(exported, package):
+    package.write_text("half")
+    print("compiling", flush=True)
+    time.sleep(60)
+pipeline.compile_package = compile_package
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_BUILD, "build", "--out", tmp_path / "out/a", "--device", "cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        # A background job of a shell ignores interrupts; this one must not inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "compiling\n"
+    assert len(os.listdir(tmp_path / "out")) == 1
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "error: interrupted"
+    assert "Traceback" not in said
+    assert os.listdir(tmp_path / "out") == []
+    assert os.listdir(scratch) == []
