@@ -86,9 +86,12 @@ def public_version(version: str) -> str:
 
 def attention_versions(torch_version: str) -> dict[str, str]:
     """`package version` of every implementation whose package is installed; imports none."""
-    found = {}
+    found: dict[str, str] = {}
     for facts in BACKENDS.values():
-        if not facts.distributions:
+        if facts.parts:
+            if all(part in found for part in facts.parts):
+                found[facts.name] = " + ".join(found[part] for part in facts.parts)
+        elif not facts.distributions:
             found[facts.name] = f"torch {public_version(torch_version)}"
         for name in facts.distributions:
             try:

@@ -9,6 +9,7 @@ Needs NumPy and ONNX Runtime only. Importing this module imports neither torch n
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,12 @@ def _session(file: Path, providers: list[Any], options: Any) -> Any:
     except Exception as error:
         line = _first_line(error)
         # Its errors have no public classes; they say in words what they are.
-        if any(sign in line for sign in ("NOT_IMPLEMENTED", "opset", "Unsupported model IR")):
+        lacking = re.search(r"Could not find an implementation for (\w+)", line)
+        if lacking is not None:
+            raise ArtifactIncompatibleError(
+                f"{file}: {version} has no kernel for its {lacking[1]}, in its dtype and opset"
+            ) from error
+        if "opset" in line or "Unsupported model IR" in line:
             raise ArtifactIncompatibleError(f"{file}: {version} cannot run it: {line}") from error
         raise ArtifactDamagedError(f"{file}: {version} cannot open it: {line}") from error
     lost = [name for name in names if name not in session.get_providers()]

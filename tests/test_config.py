@@ -423,6 +423,7 @@ def test_candidates_in_order_of_preference() -> None:
         "FLASH_ATTN_3",
         "FLASH_ATTN_2",
         "FLASH_ATTN_TORCH",
+        "FLASH_ATTN_3_4",
         "ROCM_AITER_FA",
     ]
     (sdpa,) = candidates("auto", "cpu", "float32", captured=False)

@@ -251,6 +251,9 @@ def test_data_parallel_ranks(golden_artifact: Path, eager: Eager) -> None:
         assert_same(one_item, expected[:1])
         assert_same(embedded, eager(make_rows(CLIPS), CLIPS))
     assert sum(manager.misses for manager in managers) == 1
+    # The oversize image, and two clips: each was encoded by one rank.
+    encoders = [host._m3compile.encoder for host in hosts if host._m3compile]
+    assert sum(encoder.stats()["items"] for encoder in encoders) == 3
 
 
 @pytest.mark.gpu

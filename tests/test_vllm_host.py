@@ -36,8 +36,10 @@ from m3compile.errors import (
     CheckpointError,
     RequestError,
 )
+from m3compile.integrations.vllm import binding
 from m3compile.integrations.vllm.options import captured_by, fill_budgets
 from m3compile.integrations.vllm.plugin import ARTIFACT_VARIABLE
+from m3compile.runtime import Encoder
 
 
 def changed_config(section: str | None, **values: Any) -> dict[str, Any]:
@@ -159,9 +161,9 @@ def test_weights_are_held_once(golden_artifact: Path, tmp_path: Path) -> None:
     """Also across a reload, which writes the host's own tensors and is compared again."""
     host = Host(golden_artifact, vllm_config(capture=False))
     host.m3compile_check_weights()
-    binding = host._m3compile
-    assert binding is not None
-    ours = {tensor.data_ptr() for tensor in binding.open(None).weights.values()}
+    bound = host._m3compile
+    assert bound is not None
+    ours = {tensor.data_ptr() for tensor in bound.open(None).weights.values()}
     assert all(parameter.data_ptr() in ours for parameter in host.vision_tower.parameters())
     before = host.embed_multimodal(**images([(1, 4, 4)]))
 
@@ -268,6 +270,31 @@ def test_who_captures() -> None:
     assert captured_by(vllm_config(capture=False)) == "m3compile"
     assert captured_by(vllm_config(enforce_eager=True)) == "nobody"
     assert captured_by(None) == "m3compile"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (vllm_config(), "never"),
+        (vllm_config(capture=False), None),
+        (vllm_config(enforce_eager=True), "never"),
+    ],
+)
+def test_the_encoder_captures_where_vllm_does_not(
+    golden_artifact: Path, monkeypatch: Any, config: Any, expected: str | None
+) -> None:
+    """None is what the build said."""
+    asked: list[str | None] = []
+
+    def make(*args: Any, capture: str | None) -> Encoder:
+        asked.append(capture)
+        return Encoder(*args, capture=capture)
+
+    monkeypatch.setattr(binding, "Encoder", make)
+    host = Host(golden_artifact, config)
+    for _ in range(2):
+        host.embed_multimodal(**images([(1, 4, 4)]))
+    assert asked == [expected]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # FlashAttention 3 writes three int32 words a segment, and one more.
 SCHEDULE_WORDS = 3
 
+# Rows from which FlashAttention 4 overtakes FlashAttention 3 also where a run is many segments;
+# see docs/performance.md.
+LARGE_ROWS = 9216
+
 
 def run_on_cpu(
     q: Tensor,
@@ -57,7 +61,7 @@ def make_schedule(
     cu_seqlens: Tensor, num_rows: int, num_heads: int, head_dim: int, backend: str
 ) -> Tensor:
     """The schedule op's CUDA kernel, for FlashAttention 3 in bfloat16."""
-    assert backend == "FLASH_ATTN_3", backend
+    assert BACKENDS[backend].has_schedule, backend
     forward = _flash_attn_3_op()
     schedule: Tensor = forward.get_scheduler_metadata(
         cu_seqlens.shape[0] - 1,
@@ -99,7 +103,8 @@ def implementation(backend: str) -> Attend:
         return _LOADERS[backend]()
     # Also a package of the same import name that is another one.
     except (ImportError, AttributeError) as error:
-        packages = " or ".join(BACKENDS[backend].distributions)
+        facts = BACKENDS[backend]
+        packages = " or ".join(facts.distributions) or " and ".join(facts.parts)
         raise DependencyError(
             f"attention backend {backend} needs the package {packages}, which does not import "
             f"here: {error}"
@@ -181,6 +186,20 @@ def _flash_attn_3_op() -> Any:
     raise ImportError("neither fa3_fwd_interface nor flash_attn_interface is installed")
 
 
+def _load_flash_attn_3_4() -> Attend:
+    small = implementation("FLASH_ATTN_3")
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None
+    ) -> Tensor:
+        if q.shape[0] < LARGE_ROWS:
+            return small(q, k, v, cu_seqlens, schedule)
+        # Imported by the first run that pays for it: the package takes seconds to import.
+        return implementation("FLASH_ATTN_4")(q, k, v, cu_seqlens, None)
+
+    return attend
+
+
 def _load_flash_attn_2() -> Attend:
     varlen = importlib.import_module("flash_attn").flash_attn_varlen_func
 
@@ -233,6 +252,7 @@ def _load_aiter() -> Attend:
 _LOADERS: dict[str, Callable[[], Attend]] = {
     "FLASH_ATTN_4": _load_flash_attn_4,
     "FLASH_ATTN_3": _load_flash_attn_3,
+    "FLASH_ATTN_3_4": _load_flash_attn_3_4,
     "FLASH_ATTN_2": _load_flash_attn_2,
     "FLASH_ATTN_TORCH": _load_flash_attn_torch,
     "ROCM_AITER_FA": _load_aiter,

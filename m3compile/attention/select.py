@@ -9,7 +9,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from m3compile.attention.backends import implementation, run_on_cuda
+from m3compile.attention.backends import LARGE_ROWS, implementation, run_on_cuda
 from m3compile.attention.reference import attend_segments
 from m3compile.config.backends import BackendFacts, candidates
 from m3compile.errors import DependencyError, OperationError
@@ -17,8 +17,10 @@ from m3compile.errors import DependencyError, OperationError
 # FlashAttention in bf16 lands near 3e-3 of fp32; an error of boundaries or scale is of order 1.
 _SELF_CHECK_ERROR = 2e-2
 
-# Segment lengths in rows that candidates are timed on: a photo, a page, and many thumbnails.
-_TIMED = ((1024,), (4096,), (256,) * 16)
+# A run on either side of where an implementation may change its kernel.
+_CHECKED_ROWS = (2048, LARGE_ROWS + 256)
+# Segment lengths in rows that candidates are timed on: a photo, a page, thumbnails, a document.
+_TIMED = ((1024,), (4096,), (256,) * 16, (LARGE_ROWS,))
 # Slots of the default segment table: some backends pay for unused ones.
 _SLOTS = 128
 _CALLS = 10
@@ -72,14 +74,15 @@ def _check_and_time(
 ) -> list[float]:
     """Microseconds of a call at each of `_TIMED`; OperationError where the result is wrong."""
     implementation(facts.name)
-    q, k, v, cu_seqlens = self_check_inputs(2048, num_heads, head_dim, getattr(torch, dtype))
-    got = run_on_cuda(q, k, v, cu_seqlens, facts.name)
-    expected = attend_segments(q.float(), k.float(), v.float(), cu_seqlens)
-    error = float((got.float() - expected).norm() / expected.norm())
-    if not error <= _SELF_CHECK_ERROR:
-        raise OperationError(
-            f"differs from plain attention by {error:.1e}; allowed: {_SELF_CHECK_ERROR:.0e}"
-        )
+    for rows in _CHECKED_ROWS:
+        q, k, v, cu_seqlens = self_check_inputs(rows, num_heads, head_dim, getattr(torch, dtype))
+        got = run_on_cuda(q, k, v, cu_seqlens, facts.name)
+        expected = attend_segments(q.float(), k.float(), v.float(), cu_seqlens)
+        error = float((got.float() - expected).norm() / expected.norm())
+        if not error <= _SELF_CHECK_ERROR:
+            raise OperationError(
+                f"differs from plain attention by {error:.1e}; allowed: {_SELF_CHECK_ERROR:.0e}"
+            )
     return [
         _time(facts.name, lengths, captured, num_heads, head_dim, getattr(torch, dtype))
         for lengths in _TIMED

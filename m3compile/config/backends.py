@@ -18,6 +18,7 @@ class BackendFacts(msgspec.Struct, frozen=True, kw_only=True):
         dtypes: dtypes of q, k and v it computes in.
         capture_refusal: why a CUDA graph cannot capture it, or None if it can.
         distributions: packages that bring it, any of them; empty if torch itself does.
+        parts: implementations that it calls, by the size of the run.
         has_schedule: whether its scheduling kernel can be run once for all layers.
     """
 
@@ -27,6 +28,7 @@ class BackendFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
     capture_refusal: str | None = None
     distributions: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     has_schedule: bool = False
 
 
@@ -59,6 +61,15 @@ BACKENDS: dict[str, BackendFacts] = {
             distributions=("flash-attn",),
         ),
         BackendFacts(name="FLASH_ATTN_TORCH", family="FLASH_ATTN", devices=("cuda",), dtypes=_HALF),
+        # FlashAttention 4 has the faster kernel and the slower set-up: it pays for large runs.
+        BackendFacts(
+            name="FLASH_ATTN_3_4",
+            family="FLASH_ATTN",
+            devices=("cuda",),
+            dtypes=_HALF,
+            parts=("FLASH_ATTN_3", "FLASH_ATTN_4"),
+            has_schedule=True,
+        ),
         BackendFacts(
             name="ROCM_AITER_FA",
             family="ROCM_AITER_FA",

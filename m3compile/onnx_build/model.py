@@ -101,11 +101,14 @@ def _describe(model: ir.Model, metadata: OnnxMetadata) -> None:
     pixel_values, segments = model.graph.inputs
     (embeddings,) = model.graph.outputs
     assert [value.name for value in model.graph.inputs] == [PIXEL_VALUES, SEGMENTS]
-    names = {
-        str(pixel_values.shape[0]): "num_patches",
-        str(embeddings.shape[0]): "num_tokens",
-        str(segments.shape[0]): "num_segments",
-    }
+    names = {}
+    for value, name in (
+        (pixel_values, "num_patches"),
+        (embeddings, "num_tokens"),
+        (segments, "num_segments"),
+    ):
+        assert value.shape is not None
+        names[str(value.shape[0])] = name
     for value in _values(model):
         value.metadata_props.clear()
         if value.shape is not None:

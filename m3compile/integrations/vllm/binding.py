@@ -75,8 +75,8 @@ class Binding:
 
     def unshare_weights(self, tower: Any) -> None:
         """Before the host loads weights again; they are compared again after it."""
-        if self._opened is not None and has_weights(tower):
-            unshare_weights(self._opened.weights, tower)
+        if self.is_checked and has_weights(tower):
+            unshare_weights(tower)
         self.is_checked = False
 
     @property

@@ -76,7 +76,6 @@ def refuse_uncapturable(multimodal_config: Any, tower: Any, manifest: Manifest) 
             "the image limit is 0, so there is no vision encoder to capture; raise "
             f"--limit-mm-per-prompt, or turn off {_SWITCH}"
         )
-    refuse_dynamic_scales(multimodal_config)
     backend = getattr(getattr(tower, "vision_model", None), "attn_backend", None)
     name = getattr(backend, "name", backend)
     if name is not None and name not in _CAPTURABLE:

@@ -61,12 +61,10 @@ def share_weights(manifest: Manifest, weights: Mapping[str, Tensor], tower: nn.M
             parameter.data = tensor.view(parameter.shape)
 
 
-def unshare_weights(weights: Mapping[str, Tensor], tower: nn.Module) -> None:
-    """Give the host its own tensors back, before it writes other weights into them."""
-    shared = {tensor.data_ptr() for tensor in weights.values()}
+def unshare_weights(tower: nn.Module) -> None:
+    """Give the host tensors of its own, before it writes other weights into them."""
     for parameter in tower.parameters():
-        if parameter.data_ptr() in shared:
-            parameter.data = parameter.data.clone()
+        parameter.data = parameter.data.clone()
 
 
 def _pairs(manifest: Manifest) -> Iterator[tuple[str, TowerTensor]]:

@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Time the passes and products of one layer alone, on a CUDA device, by graph replay.
+
+Every candidate is checked against float32 first, then captured 32 times over (products with 32
+sets of weights, so that they come from memory and not from the cache) and replayed; a number is
+the median microseconds of one launch. Prints a table and writes JSON.
+
+    python tools/bench_kernels.py --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from m3compile.attention import attention_schedule, varlen_attention
+from m3compile.attention.reference import attend_segments
+from m3compile.bench.circumstances import source_commit
+from m3compile.config import TowerConfig
+from m3compile.config.backends import BACKENDS
+from m3compile.host import attention_versions
+from m3compile.kernels import kernels
+from m3compile.kernels.product import add_product_, split_product
+
+ROWS = (256, 512, 1024, 2304, 5184, 16384)
+LAUNCHES = 32
+SLOTS = 128
+CONFIG = TowerConfig()
+
+
+def replay_us(call: Callable[[int], object]) -> float:
+    """Median microseconds of one launch out of a captured sequence."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for index in range(3):
+            call(index)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for index in range(LAUNCHES):
+                call(index)
+        samples = []
+        for _ in range(15):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(1000 * start.elapsed_time(end) / LAUNCHES)
+    return statistics.median(samples)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+def linear(weights: list[Tensor], bias: Tensor, x: Tensor, index: int) -> Tensor:
+    return functional.linear(x, weights[index], bias)
+
+
+def into(total: Tensor, weights: list[Tensor], x: Tensor, index: int) -> None:
+    add_product_(total, x, weights[index])
+
+
+def in_parts(weights: list[Tensor], x: Tensor, index: int) -> Tensor:
+    return split_product(x, weights[index], 4)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, backend: str, schedule: Tensor | None, _: int
+) -> Tensor:
+    return varlen_attention(q, k, v, cu, backend, False, schedule)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def bounds(rows: int) -> Tensor:
+    ends = torch.full((SLOTS + 1,), rows, dtype=torch.int32)
+    ends[0] = 0
+    return ends.cuda()
+
+
+def passes(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
+    """Name to call and relative error against plain float32."""
+    size, wide, heads = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.num_attention_heads
+    ours, plain, cu = kernels("triton"), kernels("plain"), bounds(rows)
+    x, qkv, hidden = randn(rows, size), randn(rows, 3 * size), randn(rows, wide)
+    norm = nn.LayerNorm(size).to("cuda", torch.bfloat16)
+    zero = torch.zeros(size, device="cuda")
+    cos, sin = torch.randn(2, rows, 3 * CONFIG.axis_dim // 2, device="cuda").unbind(0)
+    reference = functional.layer_norm(x.float(), (size,))
+    rotated = plain.rotate_heads(qkv.float(), cos, sin, heads)[0]
+    return {
+        "norm": (
+            lambda _: ours.norm(x, cu, norm, zero),
+            error(ours.norm(x, cu, norm, zero), reference),
+        ),
+        "norm, torch": (lambda _: norm(x), error(norm(x), reference)),
+        "rotate": (
+            lambda _: ours.rotate_heads(qkv, cos, sin, heads),
+            error(ours.rotate_heads(qkv, cos, sin, heads)[0], rotated),
+        ),
+        "gelu": (
+            lambda _: ours.gelu(hidden, cu),
+            error(ours.gelu(hidden, cu), functional.gelu(hidden.float())),
+        ),
+        "gelu, torch": (
+            lambda _: functional.gelu(hidden),
+            error(functional.gelu(hidden), functional.gelu(hidden.float())),
+        ),
+    }
+
+
+def products(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
+    size, wide = CONFIG.hidden_size, CONFIG.intermediate_size
+    found: dict[str, tuple[Callable[[int], object], float]] = {}
+    for name, out, inner in (
+        ("qkv", 3 * size, size),
+        ("out_proj", size, size),
+        ("fc1", wide, size),
+        ("fc2", size, wide),
+    ):
+        weights = [randn(out, inner) * inner**-0.5 for _ in range(LAUNCHES)]
+        bias, x = randn(out), randn(rows, inner)
+        expected = functional.linear(x.float(), weights[0].float())
+        found[name] = (
+            partial(linear, weights, bias, x),
+            error(functional.linear(x, weights[0]), expected),
+        )
+        if out == size:
+            total = torch.zeros(rows, size, device="cuda", dtype=torch.bfloat16)
+            add_product_(total, x, weights[0])
+            wrong = error(total, expected)
+            found[f"{name} into the residual"] = (
+                partial(into, total, weights, x),
+                wrong,
+            )
+        if name == "fc2":
+            parts = split_product(x, weights[0], 4)
+            found["fc2 in 4 parts"] = (
+                partial(in_parts, weights, x),
+                error(parts.float().sum(0), expected),
+            )
+    return found
+
+
+def attentions(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
+    heads, dim = CONFIG.num_attention_heads, CONFIG.head_dim
+    q, k, v = (randn(rows, heads, dim) for _ in range(3))
+    cu = bounds(rows)
+    expected = attend_segments(q.float(), k.float(), v.float(), cu)
+    found: dict[str, tuple[Callable[[int], object], float]] = {}
+    installed = attention_versions(str(torch.__version__))
+    for backend, facts in BACKENDS.items():
+        if facts.family != "FLASH_ATTN" or backend not in installed:
+            continue
+        got = varlen_attention(q, k, v, cu, backend)
+        found[backend] = (
+            partial(attend, q, k, v, cu, backend, None),
+            error(got, expected),
+        )
+        schedule = attention_schedule(cu, rows, heads, dim, backend)
+        if schedule is not None:
+            got = varlen_attention(q, k, v, cu, backend, True, schedule)
+            found[f"{backend}, schedule given"] = (
+                partial(attend, q, k, v, cu, backend, schedule),
+                error(got, expected),
+            )
+    if rows <= 1024:
+        short = kernels("few_rows")
+        found["short"] = (
+            lambda _: short.attend(q, k, v, cu, "", None),
+            error(short.attend(q, k, v, cu, "", None), expected),
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    out = parser.parse_args().json
+    results: dict[str, dict[int, dict[str, float]]] = {}
+    with torch.no_grad():
+        for rows in ROWS:
+            for group in (passes, products, attentions):
+                for name, (call, wrong) in group(rows).items():
+                    # bfloat16 rounds to 3e-3; a wrong kernel is off by far more.
+                    if not wrong < 1e-2:
+                        raise SystemExit(f"{name} at {rows} rows is wrong by {wrong:.1e}")
+                    results.setdefault(name, {})[rows] = {"us": replay_us(call), "error": wrong}
+    commit, is_clean = source_commit(Path(__file__).parent)
+    record = {
+        "what": "one launch of one layer's parts, microseconds, bfloat16",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "attention": attention_versions(str(torch.__version__)),
+        "commit": commit,
+        "is_clean": is_clean,
+        "results": results,
+    }
+    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{'rows':34}" + "".join(f"{rows:>9}" for rows in ROWS))
+    for name, by_rows in results.items():
+        cells = (f"{by_rows[r]['us']:9.1f}" if r in by_rows else "        -" for r in ROWS)
+        print(f"{name:34}" + "".join(cells))
+
+
+if __name__ == "__main__":
+    main()
