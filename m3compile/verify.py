@@ -18,6 +18,7 @@ from torch import Tensor
 from m3compile.buckets import segments_of
 from m3compile.config import BOUNDS, Bounds, TowerConfig
 from m3compile.config.bounds import tightest
+from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import CheckpointError
 from m3compile.geometry import inverse_frequencies
 from m3compile.loading import load, load_weights
@@ -37,6 +38,8 @@ _LARGE_FILLER: Grid = (1, 32, 32)
 # Attention grows with the square of a segment: on a CPU one of 4,096 tokens takes longer than all
 # the rest. Past this many tokens a bucket is filled with several items there.
 _LONGEST_CHEAP = 640
+# An encoder whose segments are longer than this has no clips that are worth cutting.
+_MOST_FRAMES = 256
 _SEED = 20_240
 
 
@@ -267,7 +270,8 @@ def broken_bound(
 
 def _routes(encoder: Encoder) -> Iterator[tuple[str, int | None, list[list[Grid]]]]:
     """Every budget full and at its lower edge, the exact shape, and items cut over runs."""
-    config, slots, largest = encoder.manifest.tower, encoder.max_segments, encoder.ladder[-1]
+    slots, largest = encoder.max_segments, encoder.ladder[-1]
+    frames = encoder.manifest.tower.vision_segment_max_frames
     is_cuda = encoder.device.type == "cuda"
     previous = 0
     for budget in encoder.ladder:
@@ -276,14 +280,15 @@ def _routes(encoder: Encoder) -> Iterator[tuple[str, int | None, list[list[Grid]
             if tokens <= _LONGEST_CHEAP or (is_cuda and budget == largest):
                 batches.append([_one_item(tokens)])
             if tokens > _LONGEST_CHEAP or tokens == budget:
-                batches.append(_batch(tokens, slots))
+                batches.append(_batch(tokens, slots, frames))
         yield "bucket", budget, _distinct(batches)
         previous = budget
-    over = largest + 1
+    over = min(largest + 1, MAX_TOKENS)
     one_over = is_cuda or over <= _LONGEST_CHEAP
-    last = [_one_item(over)] if one_over else _batch(over, slots)
-    yield "exact", None, _distinct([[_one_item(1)], _batch(96, slots), last])
-    yield "cut", None, [_cut_items(config, largest, slots)]
+    last = [_one_item(over)] if one_over else _batch(over, slots, frames)
+    yield "exact", None, _distinct([[_one_item(1)], _batch(96, slots, frames), last])
+    if frames <= _MOST_FRAMES:
+        yield "cut", None, [_cut_items(largest, slots, frames)]
 
 
 def _distinct(batches: list[list[Grid]]) -> list[list[Grid]]:
@@ -303,13 +308,13 @@ def _tokens(grid: Grid) -> int:
     return math.prod(grid) // 4
 
 
-def _batch(tokens: int, max_segments: int) -> list[Grid]:
-    """Fillers, and an item for the rest, that together have that many tokens."""
+def _batch(tokens: int, max_segments: int, max_frames: int) -> list[Grid]:
+    """Fillers of one segment, and an item for the rest, that together have that many tokens."""
     grids: list[Grid] = []
     left = tokens
     while left and len(grids) < max_segments - 1:
         after = (max_segments - len(grids) - 1) * _tokens(_LARGE_FILLER)
-        fitting = [grid for grid in _FILLERS if _tokens(grid) <= left]
+        fitting = [grid for grid in _FILLERS if _tokens(grid) <= left and grid[0] <= max_frames]
         grid = fitting[len(grids) % len(fitting)] if fitting else _one_item(left)
         if left - _tokens(grid) > after and left >= _tokens(_LARGE_FILLER):
             grid = _LARGE_FILLER
@@ -320,9 +325,8 @@ def _batch(tokens: int, max_segments: int) -> list[Grid]:
     return grids
 
 
-def _cut_items(config: TowerConfig, largest: int, max_segments: int) -> list[Grid]:
+def _cut_items(largest: int, max_segments: int, frames: int) -> list[Grid]:
     """Clips: two segments, more tokens than the largest bucket, more segments than a run holds."""
-    frames = config.vision_segment_max_frames
     small = (2 * frames + 1, 4, 4)
     # Segments of a sixteenth of the largest bucket at most: several share a run.
     side = max(1, math.isqrt(largest // 16 // frames))

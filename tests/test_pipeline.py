@@ -13,7 +13,6 @@ import signal
 import stat
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +22,13 @@ import msgspec
 import pytest
 import torch
 from conftest import GOLDEN_CHECKPOINT, MAX_ITEMS
+from fake_compiler import use_golden_program
 from safetensors.torch import load_file
 
 import m3compile
 from m3compile import pipeline
 from m3compile.artifact import check_files, read_manifest
+from m3compile.buckets import default_ladder
 from m3compile.config import BOUNDS, TINY, Bounds, BuildConfig
 from m3compile.errors import (
     BuildError,
@@ -42,6 +43,7 @@ from m3compile.errors import (
 )
 from m3compile.pipeline import build
 from m3compile.progress import Progress
+from m3compile.verify import verify_encoder
 from m3compile.weights import init_checkpoint
 
 STAGES = ["read checkpoint", "choose attention", "export", "compile", "write weights", "load"]
@@ -50,23 +52,13 @@ STAGES += ["verify"]
 
 @pytest.fixture
 def compiles(golden_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """Puts the golden program in the compiler's place; what is in the list is called there."""
-    inside: list[Callable[[], object]] = []
+    """What is in the list is called where the compiler would be; `verifies` verifies after all."""
+    return use_golden_program(golden_artifact, monkeypatch)
 
-    def compile_package(exported: object, package: Path) -> None:
-        for call in inside:
-            call()
-        with (
-            zipfile.ZipFile(golden_artifact / "encoder.pt2") as full,
-            zipfile.ZipFile(package, "w") as bare,
-        ):
-            for name in full.namelist():
-                if not name.endswith("m3compile.json"):
-                    bare.writestr(name, full.read(name))
 
-    monkeypatch.setattr(pipeline, "export_tower", lambda *args: None)
-    monkeypatch.setattr(pipeline, "compile_package", compile_package)
-    return inside
+@pytest.fixture
+def verifies(compiles: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "verify_encoder", verify_encoder)
 
 
 def config(out: Path, **options: Any) -> BuildConfig:
@@ -123,7 +115,7 @@ def nothing_is_left(folder: Path) -> Iterator[None]:
 # What a build makes.
 
 
-def test_what_is_published(compiles: object, tmp_path: Path) -> None:
+def test_what_is_published(verifies: None, tmp_path: Path) -> None:
     progress = Stages()
     report = build(config(tmp_path / "a", budgets=(4, 32)), progress)
     assert progress.begun == STAGES
@@ -152,11 +144,11 @@ def test_what_is_published(compiles: object, tmp_path: Path) -> None:
 
 
 def test_every_default_is_filled_in(compiles: object, tmp_path: Path) -> None:
-    manifest = build(config(tmp_path / "a", dtype=None)).manifest
-    assert manifest.build == config(tmp_path / "a", dtype="float32")
+    stored = build(config(tmp_path / "a", dtype=None, budgets=None)).manifest.build
+    assert (stored.dtype, stored.device, stored.budgets) == ("float32", "cpu", default_ladder())
+    assert stored.specialize == ()
     resolved = pipeline.resolve(BuildConfig(device="cpu"))
-    assert resolved.budgets is not None
-    assert len(resolved.budgets) == 38
+    assert resolved.budgets == default_ladder()
     assert (resolved.out, resolved.dtype) == (os.path.join("exported", "tiny"), "float32")
     named = pipeline.resolve(BuildConfig(device="cpu", checkpoint="/some/where/M3/"))
     assert named.out == os.path.join("exported", "M3")
@@ -387,7 +379,7 @@ def test_force_replaces_what_another_build_made(
 
 
 def test_bounds_that_cannot_be_held(
-    compiles: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verifies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (pipeline, m3compile.verify):
         monkeypatch.setattr(module, "BOUNDS", {"float32": Bounds(relative_error=1e-12)})
@@ -397,7 +389,7 @@ def test_bounds_that_cannot_be_held(
     assert not os.listdir(tmp_path)
 
 
-def test_a_program_that_computes_something_else(compiles: object, tmp_path: Path) -> None:
+def test_a_program_that_computes_something_else(verifies: None, tmp_path: Path) -> None:
     """The program has an epsilon inside that is not the checkpoint's."""
     given = checkpoint_with(
         tmp_path / "checkpoint",

@@ -133,10 +133,15 @@ def start(config: dict[str, Any] = CONFIG) -> Any:
 
 
 def test_a_host_from_start_to_embeddings(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, golden_artifact: Path
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    golden_artifact: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(ARTIFACT_VARIABLE, str(golden_artifact))
-    host, options = start()
+    with caplog.at_level("INFO", "vllm"):
+        host, options = start()
+    assert f"vision encoder from {golden_artifact}, captured by vllm" in caplog.text
     assert options.compilation_config.encoder_cudagraph_token_budgets == [16, 64, 256, 576]
     assert host.load_weights(golden_tensors().items()) == set(golden_tensors())
     (embedding,) = host.embed_multimodal(**images([(1, 4, 4)]))

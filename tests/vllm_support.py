@@ -110,6 +110,11 @@ class VllmTower(nn.Module):
             else:
                 parameters[name].copy_(tensor)
 
+    def place(self, device: str, dtype: torch.dtype) -> VllmTower:
+        """Move it, as vLLM would have made it there."""
+        self.dtype = dtype
+        return self.to(device, dtype)
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("the host's own tower ran")
 

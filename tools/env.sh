@@ -74,14 +74,14 @@ setup_venv() {
         choose_python
         make_venv
     fi
-    # Says what was installed, from where; the same again needs neither pip nor the network.
-    stamp=.venv/installed-$1
+    # Says what was installed, from where; the same again needs neither pip nor the network. What
+    # tools/quickstart installs is part of the extra dev.
     wanted="$(cat pyproject.toml constraints.txt | cksum) $PWD"
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    if grep -qsxF "$wanted" ".venv/installed-$1" .venv/installed-dev; then
         say "Reuse .venv"
     else
         say "Install m3compile[$1] into .venv; PyTorch is a large download"
         .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[$1]"
-        printf '%s\n' "$wanted" >"$stamp"
+        printf '%s\n' "$wanted" >".venv/installed-$1"
     fi
 }

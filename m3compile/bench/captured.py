@@ -94,21 +94,21 @@ Capture = Callable[[PeerModel, PeerInputs], PeerBucket]
 
 
 def graph_capture(device: torch.device) -> Capture:
-    """Captures into one pool, on one stream of `device`; to be given the largest budget first."""
-    stream = torch.cuda.Stream(device)
+    """Captures into one pool; to be given the largest budget first."""
+    # Captures have a stream of their own: cuBLAS then takes its workspace for it from the pool.
+    warm_up_stream, stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
 
     def capture(model: PeerModel, inputs: PeerInputs) -> PeerBucket:
         # The buffers were filled on the caller's stream.
         torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        # Lazy set-up, such as compiling the rotary kernel, is not capturable.
+        with torch.cuda.stream(warm_up_stream):
             model(*inputs)
-            stream.synchronize()
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                embeddings = model(*inputs)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            embeddings = model(*inputs)
         torch.cuda.synchronize(device)
         return PeerBucket(inputs, graph.replay, embeddings)
 

@@ -10,7 +10,9 @@ from m3compile.bench.records import Ceilings
 # Large enough that launching and the last wave of tiles do not count; random data, since zeros
 # cost a card less power and so run faster.
 _CUDA_SIZE, _CPU_SIZE = 8192, 1024
-_CUDA_COPY_BYTES, _CPU_COPY_BYTES = 2**31, 2**26
+_CUDA_COPY_BYTES, _CPU_COPY_BYTES = 2**30, 2**26
+# A card needs some tens of milliseconds of work to reach its clock.
+_CUDA_WARM_UPS = 50
 
 
 def measure_ceilings(clock: Clock, dtype: torch.dtype) -> Ceilings:
@@ -23,6 +25,9 @@ def measure_ceilings(clock: Clock, dtype: torch.dtype) -> Ceilings:
     copy_bytes = _CUDA_COPY_BYTES if clock.is_cuda else _CPU_COPY_BYTES
     a, b = (torch.randn((size, size), device=clock.device).to(dtype) for _ in range(2))
     product = torch.empty_like(a)
+    if clock.is_cuda:
+        for _ in range(_CUDA_WARM_UPS):
+            torch.mm(a, b, out=product)
     matrix_ms = clock.on_device(lambda: torch.mm(a, b, out=product)).median_ms
     source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)

@@ -85,6 +85,8 @@ class EagerRunner:
         self._real_tokens = 0
 
     def encode(self, pixel_values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+        if not grids:
+            return []
         embeddings = self._forward(pixel_values, self._table(pixel_values, grids))
         self._real_tokens += len(embeddings)
         return list(embeddings.split([math.prod(grid) // 4 for grid in grids]))

@@ -33,7 +33,7 @@ def build_file(report: PlanReport, base: BuildConfig | None = None) -> str:
             value = getattr(base, key)
             if key not in _LEFT_OUT and value != getattr(default, key):
                 values[key] = msgspec.to_builtins(value)
-    budgets = yaml.safe_dump({"budgets": list(report.budgets)}, default_flow_style=None, width=88)
+    values |= {"budgets": list(report.budgets), "max_items": report.max_items}
     plan, traffic = report.ladders[0], report.traffic
     lines = [
         f"{_FIRST_LINE} {report.m3compile} on {report.created[:10]} from {shown(traffic.name)}: "
@@ -42,9 +42,10 @@ def build_file(report: PlanReport, base: BuildConfig | None = None) -> str:
         f"padding {plan.padding:.1%}.",
         f"# Runs of more than {report.exact_above} tokens go at their exact shape.",
     ]
-    if values:
-        lines.append(yaml.safe_dump(values, default_flow_style=None, sort_keys=False).rstrip())
-    return "\n".join([*lines, budgets.rstrip(), f"max_items: {report.max_items}", ""])
+    # Lists on one line; the mapping itself has one, so its keys get a line each.
+    return "\n".join(
+        [*lines, yaml.safe_dump(values, default_flow_style=None, sort_keys=False, width=88)]
+    )
 
 
 def check_build_file(path: Path, force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, MutableMapping, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ from m3compile.integrations.vllm.items import (
 from m3compile.integrations.vllm.plugin import ARTIFACT_VARIABLE
 from m3compile.integrations.vllm.protocol import DEFAULT_PATH
 from m3compile.integrations.vllm.sharded import encode_sharded, is_sharded
+
+# Under vLLM's own logger, which has the handlers.
+_log = logging.getLogger("vllm.m3compile")
 
 
 class EncoderMixin:
@@ -72,6 +76,7 @@ class EncoderMixin:
         if has_weights(self.vision_tower):
             binding.open(device_of(self.vision_tower))
         self._m3compile = binding
+        _log.info("vision encoder from %s, captured by %s", folder, binding.captured_by)
 
     def m3compile_check_weights(self) -> None:
         """Compare the host's weights with the artifact's, and hold them once from then on.
