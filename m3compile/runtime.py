@@ -71,7 +71,8 @@ class Encoder:
         self._release = weakref.finalize(self, _release_weights, list(weights.values()))
         # Times measured for the manifest's own ladder say nothing about another one.
         times = manifest.times if ladder is None and self.capture != "never" else None
-        self.max_segments = min(max_items or manifest.max_segments, manifest.max_segments)
+        # The table has two slots at least, also where a run is to hold one item.
+        self.max_segments = min(max_items or manifest.build.max_items, manifest.max_segments)
         self._planner = Planner(self.ladder, self.max_segments, times)
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._by_budget = dict.fromkeys(self.ladder, 0)

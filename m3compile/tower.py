@@ -12,28 +12,16 @@ from torch.nn import functional
 
 from m3compile.attention import attention_schedule
 from m3compile.config import TowerConfig
-from m3compile.geometry import Geometry, locate_rows, rotary_tables
-from m3compile.kernels import Kernels, kernels
-
-Rotary = tuple[Tensor, Tensor]
+from m3compile.kernels import Kernels, Located, kernels
 
 
 class Mlp(nn.Module):
-    """`fc2(gelu(fc1(x)))` with the exact (erf) GELU."""
+    """The weights of `fc2(gelu(fc1(x)))`; `Tower.forward` says what happens between them."""
 
     def __init__(self, in_size: int, hidden_size: int, out_size: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(in_size, hidden_size)
         self.fc2 = nn.Linear(hidden_size, out_size)
-
-    def forward(self, x: Tensor, poison: Tensor | None = None) -> Tensor:
-        """(..., in_size) to (..., out_size); rows where `poison` (..., 1) is true become NaN."""
-        hidden = functional.gelu(self.fc1(x))
-        if poison is not None:
-            # Before the product, where the pass over GELU carries it for free: a NaN row of the
-            # left operand makes that row of the product NaN, and no other.
-            hidden = hidden.masked_fill(poison, float("nan"))
-        return self.fc2(hidden)
 
 
 class Block(nn.Module):
@@ -52,12 +40,10 @@ class Block(nn.Module):
         self.fc1 = nn.Linear(size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, size)
 
-    def attend(
-        self, normed: Tensor, cu_seqlens: Tensor, rotary: Rotary, schedule: Tensor | None
-    ) -> Tensor:
+    def attend(self, normed: Tensor, located: Located, schedule: Tensor | None) -> Tensor:
         """(P, H), `norm1` of the residual, to what `out_proj` takes."""
-        q, k, v = self.passes.rotate_heads(self.qkv(normed), *rotary, self.num_heads)
-        return self.passes.attend(q, k, v, cu_seqlens, self.backend, schedule).flatten(1)
+        qkv = self.qkv(normed)
+        return self.passes.attend(qkv, located, self.num_heads, self.backend, schedule)
 
     def expand(self, normed: Tensor, cu_seqlens: Tensor) -> Tensor:
         """(P, H), `norm2` of the residual, to what `fc2` takes."""
@@ -105,45 +91,41 @@ class Tower(nn.Module):
                 throughout; rows past the last segment are unspecified.
             is_nonfinite: (S,) bool, the segments that had a non-finite pixel.
         """
-        hidden, segment_of_row, is_nonfinite = self.features(pixel_values, segments)
+        hidden, located, is_nonfinite = self._features(pixel_values, segments)
         groups = (-1, self.config.patches_per_token)
-        token_segment = segment_of_row.unflatten(0, groups)[:, 0]
+        token_segment = located.segment_of_row.unflatten(0, groups)[:, 0]
         poison = is_nonfinite[token_segment][:, None]
-        merged = self.projector(hidden).unflatten(0, groups).flatten(1)
-        return self.merger(merged, poison), is_nonfinite
+        hidden = self.projector.fc1(hidden)
+        hidden = self.projector.fc2(self.passes.gelu(hidden, located.cu_seqlens))
+        # Poisoned before the last product, where the pass over GELU carries it for free: a NaN row
+        # of the left operand makes that row of the product NaN, and no other.
+        merged = functional.gelu(self.merger.fc1(hidden.unflatten(0, groups).flatten(1)))
+        return self.merger.fc2(merged.masked_fill(poison, float("nan"))), is_nonfinite
 
-    def features(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The last hidden state (P, H), each row's slot (P,) and the non-finite slots (S,)."""
-        geometry = locate_rows(segments, pixel_values.shape[0])
-        x, is_nonfinite = self._enter(pixel_values, geometry, segments.shape[0])
-        return self._blocks(x, geometry), geometry.segment_of_row, is_nonfinite
+    def features(self, pixel_values: Tensor, segments: Tensor) -> Tensor:
+        """The last hidden state, (P, H), before the projector; arguments as `forward`."""
+        return self._features(pixel_values, segments)[0]
 
-    def _enter(
-        self, pixel_values: Tensor, geometry: Geometry, num_slots: int
-    ) -> tuple[Tensor, Tensor]:
-        """The residual (P, H) before the blocks, and the non-finite slots (S,)."""
-        x = self.pre_norm(self.patch_embed(pixel_values))
+    def _features(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Located, Tensor]:
+        passes = self.passes
+        located = passes.locate(segments, pixel_values.shape[0], self.inverse_frequency)
         # A non-finite pixel makes its own row of the product non-finite, and no other; so does a
-        # finite one that overflows it. Zeroed before attention, where rows would meet.
-        is_finite = x.isfinite().all(1)
-        x = x.masked_fill(~(geometry.is_real & is_finite)[:, None], 0)
-        is_bad_row = geometry.is_real & ~is_finite
-        return x, self.passes.segments_with(is_bad_row, geometry.segment_of_row, num_slots)
+        # finite one that overflows it.
+        x, is_nonfinite = passes.enter(self.patch_embed(pixel_values), self.pre_norm, located)
+        return self._blocks(x, located), located, is_nonfinite
 
-    def _blocks(self, x: Tensor, geometry: Geometry) -> Tensor:
+    def _blocks(self, x: Tensor, located: Located) -> Tensor:
         """The residual (P, H) before the blocks, to the residual after them."""
         config, passes, last = self.config, self.passes, self.layers[-1]
-        bounds = geometry.cu_seqlens
-        rotary = rotary_tables(geometry.positions, self.inverse_frequency)
+        bounds = located.cu_seqlens
         schedule = attention_schedule(
             bounds, x.shape[0], config.num_attention_heads, config.head_dim, self.backend
         )
         biases = [b for layer in self.layers for b in (layer.out_proj.bias, layer.fc2.bias)]
-        offsets = passes.residual_offsets(biases)
-        lacks = offsets or [None] * (len(biases) + 1)
+        lacks = passes.residual_offsets(biases) or [None] * (len(biases) + 1)
         normed = passes.norm(x, bounds, self.layers[0].norm1, lacks[0])
         for index, layer in enumerate(self.layers):
-            attended = layer.attend(normed, bounds, rotary, schedule)
+            attended = layer.attend(normed, located, schedule)
             x, normed = passes.add_product_norm(
                 x, attended, layer.out_proj, bounds, layer.norm2, lacks[2 * index + 1]
             )
@@ -152,8 +134,7 @@ class Tower(nn.Module):
                 x, normed = passes.add_product_norm(
                     x, hidden, layer.fc2, bounds, self.layers[index + 1].norm1, lacks[2 * index + 2]
                 )
-        x = passes.add_product(x, hidden, last.fc2)
-        return x if offsets is None else (x + offsets[-1]).to(x.dtype)
+        return passes.add_offset(passes.add_product(x, hidden, last.fc2), lacks[-1])
 
 
 def make_tower(

@@ -115,6 +115,13 @@ def test_flags(compiles: object, run: Run) -> None:
     assert read_manifest(Path("a/b")).ladder == (8, 64, 100)
 
 
+@pytest.mark.parametrize("max_items", [1, 2, 9])
+def test_max_items_hold_when_it_is_served(compiles: object, run: Run, max_items: int) -> None:
+    assert run("build", "--max-items", max_items)[0] == 0
+    with m3compile.load("exported/tiny") as encoder:
+        assert encoder.max_segments == max_items
+
+
 def test_build_yaml_is_taken(compiles: object, run: Run) -> None:
     yaml_file("build.yaml", checkpoint=str(GOLDEN_CHECKPOINT), budgets=[32], out="x")
     code, out, err = run("build")

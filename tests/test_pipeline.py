@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch._inductor
 from conftest import GOLDEN_CHECKPOINT, MAX_ITEMS
 from fake_compiler import use_golden_program
 from safetensors.torch import load_file
@@ -29,6 +30,7 @@ import m3compile
 from m3compile import pipeline
 from m3compile.artifact import check_files, read_manifest
 from m3compile.buckets import default_ladder
+from m3compile.build.aoti import compile_package, require_compiler
 from m3compile.config import BOUNDS, TINY, Bounds, BuildConfig
 from m3compile.errors import (
     BuildError,
@@ -261,6 +263,32 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         build(config(tmp_path / "a"), progress)
     assert progress.begun == []
     assert not os.listdir(tmp_path)
+
+
+def test_what_the_compiler_complains_of_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    complaint = "x.cpp:3:10: fatal error: omp.h: No such file or directory"
+    for message, says in (
+        (f"C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nnote: 1\n{complaint}", complaint),
+        ("it broke\nat length", r"AOTInductor failed: it broke$"),
+        ("", r"AOTInductor failed: RuntimeError$"),
+    ):
+
+        def fail(*args: object, text: str = message, **options: object) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+        with pytest.raises(BuildError, match=says):
+            compile_package(None, tmp_path / "x.pt2")  # type: ignore[arg-type]
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("compiler", ["", "  ", "g++ -O1"])
+def test_compilers_that_are_there(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "g++" else None)
+    require_compiler()
 
 
 def test_an_existing_artifact_is_refused_before_any_work(

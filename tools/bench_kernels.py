@@ -28,7 +28,7 @@ from m3compile.bench.circumstances import source_commit
 from m3compile.config import TowerConfig
 from m3compile.config.backends import BACKENDS
 from m3compile.host import attention_versions
-from m3compile.kernels import kernels
+from m3compile.kernels import Located, kernels
 from m3compile.kernels.product import add_product_, split_product
 
 ROWS = (256, 512, 1024, 2304, 5184, 16384)
@@ -178,10 +178,15 @@ def attentions(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
                 error(got, expected),
             )
     if rows <= 1024:
-        short = kernels("few_rows")
-        found["short"] = (
-            lambda _: short.attend(q, k, v, cu, "", None),
-            error(short.attend(q, k, v, cu, "", None), expected),
+        short, plain = kernels("few_rows"), kernels("plain")
+        qkv = randn(rows, 3 * heads * dim)
+        cos, sin = torch.randn(2, rows, 3 * CONFIG.axis_dim // 2, device="cuda").unbind(0)
+        located = Located(cu, cu, cos, sin)
+        rotated = plain.rotate_heads(qkv.float(), cos, sin, heads)
+        got = short.attend(qkv, located, heads, "", None)
+        found["short, with the rotation"] = (
+            lambda _: short.attend(qkv, located, heads, "", None),
+            error(got, attend_segments(*rotated, cu).flatten(1)),
         )
     return found
 

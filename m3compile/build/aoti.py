@@ -18,6 +18,8 @@ _INDUCTOR_CONFIG = {
     "aot_inductor.check_lowerbound": False,
     # Compiling the headers ahead costs more than it saves for a single program.
     "aot_inductor.precompile_headers": False,
+    # One kernel stacks the biases of all layers; by default it would be a copy for each.
+    "max_pointwise_cat_inputs": 1024,
 }
 
 # Needed at load: the shared object, the custom-op calls and the metadata; CUDA kernels too.
@@ -42,11 +44,17 @@ def compile_package(exported: ExportedProgram, package: Path) -> None:
         )
         _slim(full, package)
     except (InductorError, RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise BuildError(f"AOTInductor failed: {reason[0]}") from error
+        raise BuildError(f"AOTInductor failed: {_reason(error)}") from error
     finally:
         full.unlink(missing_ok=True)
     _require_shared_libstdcxx(package)
+
+
+def _reason(error: Exception) -> str:
+    """What failed, and the C++ compiler's first complaint if it was the compiler."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    complaints = [line for line in lines[1:] if " error: " in line]
+    return ": ".join([*lines[:1], *complaints[:1]]) or type(error).__name__
 
 
 def require_compiler() -> None:
@@ -55,7 +63,7 @@ def require_compiler() -> None:
     Raises:
         BuildError: with the way out.
     """
-    compiler = os.environ.get("CXX") or "g++"
+    compiler = os.environ.get("CXX", "").strip() or "g++"
     if shutil.which(compiler.split()[0]) is None:
         raise BuildError(
             f"no C++ compiler: {compiler} is not on the PATH; install g++, or set CXX to a compiler"

@@ -13,18 +13,40 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 KERNELS = ("plain", "triton", "few_rows")
 
 
+class Located(NamedTuple):
+    """What a run's rows are, once per forward.
+
+    Attributes:
+        cu_seqlens: (S + 1,) int32, cumulative patch rows of the segments, from 0.
+        segment_of_row: (P,) integers, the slot a row belongs to; the last slot for padding.
+        cos, sin: (P, R) float32.
+    """
+
+    cu_seqlens: Tensor
+    segment_of_row: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
 class Kernels(Protocol):
     """What every form offers. `cu_seqlens` (S + 1,) int32 ends with the number of real rows."""
 
-    def segments_with(self, is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
-        """(S,) bool: the slots that a marked row (P,) bool belongs to."""
+    def locate(self, segments: Tensor, num_rows: int, inverse_frequency: Tensor) -> Located:
+        """Bounds, slots and rotary tables of a run: see `m3compile.geometry`."""
+        ...
+
+    def enter(self, x: Tensor, norm: nn.LayerNorm, located: Located) -> tuple[Tensor, Tensor]:
+        """`norm(x)` (P, H) with padding and non-finite rows zeroed, and the slots that had one.
+
+        The slots are (S,) bool. Zeroed before attention, where rows would meet.
+        """
         ...
 
     def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
@@ -64,22 +86,20 @@ class Kernels(Protocol):
         """`add_product`, and `norm` of the result."""
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        backend: str,
-        schedule: Tensor | None,
-    ) -> Tensor:
-        """`varlen_attention`, (P, heads, D); padding rows may stay unwritten."""
+    def add_offset(self, x: Tensor, offset: Tensor | None) -> Tensor:
+        """`x + offset`, (P, H)."""
         ...
 
     def rotate_heads(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q and k rotated in float32, and v: (P, heads, D) each, out of the fused (P, 3 H)."""
+        ...
+
+    def attend(
+        self, qkv: Tensor, located: Located, num_heads: int, backend: str, schedule: Tensor | None
+    ) -> Tensor:
+        """Rotary attention over the fused (P, 3 H), to (P, H); padding rows may stay unwritten."""
         ...
 
     def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from m3compile.attention import varlen_attention
-from m3compile.kernels import Kernels
+from m3compile.kernels import Kernels, Located
 
 
 class BaseForm(Kernels):
@@ -24,12 +24,7 @@ class BaseForm(Kernels):
         return total, self.norm(total, cu_seqlens, norm, offset)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        backend: str,
-        schedule: Tensor | None,
+        self, qkv: Tensor, located: Located, num_heads: int, backend: str, schedule: Tensor | None
     ) -> Tensor:
-        return varlen_attention(q, k, v, cu_seqlens, backend, False, schedule)
+        q, k, v = self.rotate_heads(qkv, located.cos, located.sin, num_heads)
+        return varlen_attention(q, k, v, located.cu_seqlens, backend, False, schedule).flatten(1)

@@ -8,14 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from m3compile.geometry import rotate
+from m3compile.geometry import locate_rows, rotary_tables, rotate
+from m3compile.kernels import Located
 from m3compile.kernels.base import BaseForm
 
 
 class PlainForm(BaseForm):
-    def segments_with(self, is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
-        slots = torch.arange(num_slots, device=is_marked.device)
-        return ((segment_of_row[:, None] == slots) & is_marked[:, None]).any(0)
+    def locate(self, segments: Tensor, num_rows: int, inverse_frequency: Tensor) -> Located:
+        geometry = locate_rows(segments, num_rows)
+        tables = rotary_tables(geometry.positions, inverse_frequency)
+        return Located(geometry.cu_seqlens, geometry.segment_of_row, *tables)
+
+    def enter(self, x: Tensor, norm: nn.LayerNorm, located: Located) -> tuple[Tensor, Tensor]:
+        normed: Tensor = norm(x)
+        is_real = _is_real(x, located.cu_seqlens)
+        is_finite = normed.isfinite().all(1)
+        slots = torch.arange(len(located.cu_seqlens) - 1, device=x.device)
+        is_bad = (is_real & ~is_finite)[:, None] & (located.segment_of_row[:, None] == slots)
+        return normed.masked_fill(~(is_real & is_finite)[:, None], 0), is_bad.any(0)
 
     def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
         return None
@@ -28,10 +38,12 @@ class PlainForm(BaseForm):
         self, x: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm, offset: Tensor | None
     ) -> Tensor:
         assert offset is None
-        rows = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
-        is_padding = rows >= cu_seqlens[-1]
-        normed: Tensor = norm(x.masked_fill(is_padding[:, None], 0))
+        normed: Tensor = norm(x.masked_fill(~_is_real(x, cu_seqlens)[:, None], 0))
         return normed
+
+    def add_offset(self, x: Tensor, offset: Tensor | None) -> Tensor:
+        assert offset is None
+        return x
 
     def rotate_heads(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int
@@ -41,6 +53,12 @@ class PlainForm(BaseForm):
 
     def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         return functional.gelu(x)
+
+
+def _is_real(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """(P,) bool, false for rows past the last segment."""
+    rows = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
+    return rows < cu_seqlens[-1]
 
 
 FORM = PlainForm()

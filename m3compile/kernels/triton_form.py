@@ -12,11 +12,14 @@ import triton
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
+from m3compile.kernels import Located
 from m3compile.kernels.base import BaseForm
 from m3compile.kernels.product import add_product_
 from m3compile.kernels.triton_kernels import (
-    count_marks_kernel,
+    add_offset_kernel,
+    enter_kernel,
     gelu_kernel,
+    locate_kernel,
     norm_kernel,
     rotate_kernel,
 )
@@ -27,18 +30,70 @@ _ROTATE_BLOCK = 512
 _ROTATE_WARPS = 2
 _GELU_BLOCK = 2048
 _GELU_WARPS = 4
-_MARK_BLOCK = 1024
+_LOCATE_BLOCK = 32
+_LOCATE_WARPS = 4
 
 
-@triton_op("m3compile::count_marks", mutates_args=())
-def _count_marks(is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
-    counts = torch.zeros(num_slots, dtype=torch.int32, device=is_marked.device)
-    num_rows = is_marked.shape[0]
-    blocks = (num_rows + _MARK_BLOCK - 1) // _MARK_BLOCK
-    wrap_triton(count_marks_kernel)[(blocks,)](
-        is_marked, segment_of_row, counts, num_rows, BLOCK=_MARK_BLOCK, num_warps=4
+@triton_op("m3compile::locate", mutates_args=())
+def _locate(
+    segments: Tensor, num_rows: int, inverse_frequency: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    device, slots = segments.device, segments.shape[0]
+    half = 3 * inverse_frequency.shape[0]
+    cu_seqlens = torch.empty(slots + 1, dtype=torch.int32, device=device)
+    segment_of_row = torch.empty(num_rows, dtype=torch.int32, device=device)
+    cos = torch.empty(num_rows, half, dtype=torch.float32, device=device)
+    sin = torch.empty(num_rows, half, dtype=torch.float32, device=device)
+    wrap_triton(locate_kernel)[((num_rows + _LOCATE_BLOCK - 1) // _LOCATE_BLOCK,)](
+        segments,
+        inverse_frequency,
+        cu_seqlens,
+        segment_of_row,
+        cos,
+        sin,
+        num_rows,
+        SLOTS=slots,
+        SLOT_BLOCK=triton.next_power_of_2(slots),
+        HALF=half,
+        HALF_BLOCK=triton.next_power_of_2(half),
+        BLOCK=_LOCATE_BLOCK,
+        num_warps=_LOCATE_WARPS,
     )
-    return counts
+    return cu_seqlens, segment_of_row, cos, sin
+
+
+@triton_op("m3compile::enter", mutates_args=())
+def _enter(
+    x: Tensor, cu_seqlens: Tensor, segment_of_row: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    size, slots = x.shape[1], cu_seqlens.shape[0] - 1
+    out = torch.empty_like(x)
+    flags = torch.zeros(slots, dtype=torch.bool, device=x.device)
+    wrap_triton(enter_kernel)[(x.shape[0],)](
+        x,
+        cu_seqlens,
+        segment_of_row,
+        weight,
+        bias,
+        out,
+        flags,
+        slots,
+        EPS=eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=NORM_WARPS,
+    )
+    return out, flags
+
+
+@triton_op("m3compile::add_offset", mutates_args=())
+def _add_offset(x: Tensor, offset: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    size = x.shape[1]
+    wrap_triton(add_offset_kernel)[(x.shape[0],)](
+        x, offset, out, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=NORM_WARPS
+    )
+    return out
 
 
 @triton_op("m3compile::norm", mutates_args=())
@@ -100,8 +155,12 @@ def _gelu(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 class TritonForm(BaseForm):
-    def segments_with(self, is_marked: Tensor, segment_of_row: Tensor, num_slots: int) -> Tensor:
-        return _count_marks(is_marked, segment_of_row, num_slots) > 0
+    def locate(self, segments: Tensor, num_rows: int, inverse_frequency: Tensor) -> Located:
+        return Located(*_locate(segments, num_rows, inverse_frequency))
+
+    def enter(self, x: Tensor, norm: nn.LayerNorm, located: Located) -> tuple[Tensor, Tensor]:
+        places = (located.cu_seqlens, located.segment_of_row)
+        return _enter(x, *places, norm.weight, norm.bias, norm.eps)
 
     def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
         sums = torch.stack(list(biases)).to(torch.float32).cumsum(0)
@@ -116,10 +175,14 @@ class TritonForm(BaseForm):
     ) -> Tensor:
         return _norm(x, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
 
+    def add_offset(self, x: Tensor, offset: Tensor | None) -> Tensor:
+        return _add_offset(x, offset)
+
     def rotate_heads(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rotated = _rotate_heads(qkv, cos, sin, num_heads).unflatten(1, (2, num_heads, -1))
+        rotated = _rotate_heads(qkv, cos, sin, num_heads)
+        rotated = rotated.unflatten(1, (2, num_heads, -1))
         v = qkv.unflatten(1, (3, num_heads, -1))[:, 2]
         return rotated[:, 0], rotated[:, 1], v
 

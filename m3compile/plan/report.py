@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from m3compile.buckets import RouteTimes, default_ladder
-from m3compile.plan.best_ladder import Ladder, Limits
+from m3compile.plan.runs import Ladder, Limits
 from m3compile.plan.search import make_plan, reference_ladder
 from m3compile.plan.simulate import Simulation, ideal_ms, one_bucket_padding, simulate
 from m3compile.plan.workload import Workload, workload_of
