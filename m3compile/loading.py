@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from m3compile.artifact import (
+    COMPILE_CACHE,
+    EXPORTED,
     WEIGHTS,
     Manifest,
     check_files,
@@ -113,11 +115,22 @@ def open_program(path: str | Path, device: str | torch.device | None = None) -> 
     for name in manifest.programs:
         check_seal(folder / name, manifest)
     weights = load_weights(folder, manifest, where)
-    programs = [CompiledProgram(folder / name, weights, where) for name in manifest.programs]
-    program: Program = programs[0]
+    return OpenedProgram(manifest, _bind(folder, manifest, weights, where), weights, where)
+
+
+def _bind(
+    folder: Path, manifest: Manifest, weights: dict[str, Tensor], device: torch.device
+) -> Program:
+    if manifest.build.engine == "reduce-overhead":
+        # Imported here: it brings the compiler, which takes seconds.
+        from m3compile.reduce_overhead import ReducedProgram
+
+        cache = folder / COMPILE_CACHE
+        return ReducedProgram(folder / EXPORTED, cache, weights, device)
+    programs = [CompiledProgram(folder / name, weights, device) for name in manifest.programs]
     if manifest.few_rows_tokens:
-        program = SizedProgram(programs[1], 4 * manifest.few_rows_tokens, programs[0])
-    return OpenedProgram(manifest, program, weights, where)
+        return SizedProgram(programs[1], 4 * manifest.few_rows_tokens, programs[0])
+    return programs[0]
 
 
 def _device(device: str | torch.device) -> torch.device:

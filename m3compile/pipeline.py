@@ -29,6 +29,7 @@ from m3compile.artifact import (
 from m3compile.attention import choose_backend
 from m3compile.build.aoti import compile_package, require_compiler
 from m3compile.build.export import export_tower
+from m3compile.build.reduce_overhead import pack_cache, save_exported
 from m3compile.build.resolve import is_captured, max_segments, resolve
 from m3compile.config import BOUNDS, TINY, BuildConfig, TowerConfig, preprocess_config_for_tower
 from m3compile.config.backends import candidates
@@ -43,6 +44,7 @@ from m3compile.host import Host, detect
 from m3compile.loading import load
 from m3compile.ops import OP_SCHEMA
 from m3compile.progress import Progress
+from m3compile.reduce_overhead import ReducedProgram
 from m3compile.routes import measure_routes
 from m3compile.tower import make_tower
 from m3compile.verify import VerifyReport, verify_encoder
@@ -119,7 +121,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             with progress.stage("write weights", seconds):
                 save_file(state, staging / artifact.WEIGHTS)
                 # Written for this user alone; an artifact is served by other accounts too.
-                mode = (staging / artifact.PROGRAM).stat().st_mode
+                mode = next(staging.glob("*.pt2")).stat().st_mode
                 (staging / artifact.WEIGHTS).chmod(stat.S_IMODE(mode))
                 if checkpoint.preprocessor_config is not None:
                     shutil.copyfile(checkpoint.preprocessor_config, staging / artifact.PREPROCESSOR)
@@ -127,7 +129,10 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
                 manifest = _manifest(config, checkpoint, state, backend, reason, host)
                 for name in manifest.programs:
                     artifact.seal(staging / name, manifest)
-                manifest = _store(staging, manifest)
+            if config.engine == "reduce-overhead":
+                with progress.stage("fill compiler cache", seconds):
+                    _fill_cache(staging, state, torch.device(config.device))
+            manifest = _store(staging, manifest)
             del state
             manifest, verification = _prove(staging, manifest, checkpoint, progress, seconds)
     return BuildReport(out, manifest, verification, seconds, list(checkpoint.warnings))
@@ -144,6 +149,11 @@ def _compile(
 ) -> None:
     """Export and compile the program, and the one for few rows where the config asks for it."""
     passes = "triton" if config.device == "cuda" else "plain"
+    if config.engine == "reduce-overhead":
+        with progress.stage("export", seconds):
+            exported = export_tower(make_tower(tower, state, backend, passes), max_segments(config))
+            save_exported(exported, staging / artifact.EXPORTED)
+        return
     programs = [("", passes, artifact.PROGRAM, MAX_TOKENS)]
     if config.specialize:
         programs.append(
@@ -156,6 +166,13 @@ def _compile(
             )
         with progress.stage(f"compile{suffix}", seconds):
             compile_package(exported, staging / name)
+
+
+def _fill_cache(staging: Path, state: dict[str, Tensor], device: torch.device) -> None:
+    """Compile the exported program, for what the compiler leaves in its caches."""
+    with tempfile.TemporaryDirectory(prefix="m3compile-") as folder:
+        ReducedProgram(staging / artifact.EXPORTED, None, state, device, Path(folder))
+        pack_cache(Path(folder), staging / artifact.COMPILE_CACHE)
 
 
 def _prove(

@@ -1,4 +1,4 @@
-"""The command line as a whole, and `inspect`, `verify` and `init-checkpoint`: exit codes are
+"""The command line as a whole, `inspect` and `init-checkpoint`: exit codes are
 compared with the contract's, errors with one line on stderr, JSON with the files it stands for.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BUDGETS, GOLDEN_CHECKPOINT
+from conftest import GOLDEN_CHECKPOINT
 from crafted import copy, edited, redigest, rewrite
 from terminal import Refused, Run, Terminal
 
@@ -258,55 +258,6 @@ def test_a_damaged_artifact_in_a_true_process(golden_artifact: Path, tmp_path: P
     assert (result.returncode, result.stdout) == (3, "")
     expected = f"error: {folder / 'encoder.pt2'}: found 1000 bytes, expected {size}\n"
     assert result.stderr == expected
-
-
-# verify.
-
-
-def test_verify_prints_a_row_a_budget(run: Run, golden_artifact: Path) -> None:
-    code, out, err = run("verify", golden_artifact, "--checkpoint", GOLDEN_CHECKPOINT)
-    assert code == 0
-    lines = out.splitlines()
-    assert lines[0].startswith("float32 on cpu against eager float32 from the checkpoint")
-    assert [line.split()[:2] for line in lines if line.startswith("bucket")] == [
-        ["bucket", str(budget)] for budget in BUDGETS
-    ]
-    assert all(line.endswith(" ok") for line in lines if line.startswith(("bucket", "exact")))
-    assert "cut " in out
-    assert lines[-1].startswith("ok: 6 routes within bounds")
-    assert "proves the program, not the conversion" not in out
-    assert "verify:" in err
-
-
-def test_verify_json_is_alone_on_stdout(run: Run, golden_artifact: Path, tmp_path: Path) -> None:
-    folder = copy(golden_artifact, tmp_path / "a")
-    with edited(folder) as manifest:
-        manifest["ladder"] = [4]
-    code, out, _ = run("verify", folder, "--json")
-    report = json.loads(out)
-    assert code == 0
-    assert (report["passed"], report["reference"]) == (True, "artifact weights")
-    assert [row["route"] for row in report["rows"]] == ["bucket", "exact", "cut"]
-
-
-def test_verify_past_a_bound(run: Run, golden_artifact: Path, tmp_path: Path) -> None:
-    folder = copy(golden_artifact, tmp_path / "a")
-    with edited(folder) as manifest:
-        manifest["bounds"]["relative_error"] = 1e-9
-        manifest["ladder"] = [4]
-    code, out, _ = run("verify", folder)
-    assert code == ExitCode.VERIFICATION
-    assert "FAILED: 3 of 3 routes out of bounds" in out
-    assert "proves the program, not the conversion" in out
-    code, out, _ = run("verify", folder, "--json")
-    assert code == ExitCode.VERIFICATION
-    assert json.loads(out)["passed"] is False
-
-
-def test_verify_of_what_is_not_there(refused: Refused, golden_artifact: Path) -> None:
-    assert "no such artifact folder" in refused(3, "verify", "/no/such/folder")
-    line = refused(3, "verify", golden_artifact, "--checkpoint", "/no/such/folder")
-    assert "checkpoint /no/such/folder does not exist" in line
 
 
 # init-checkpoint.

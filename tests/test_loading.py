@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bad_meanings  # noqa: F401 (adds to the cases)
 import pytest
 import torch
 from bad_folders import CASES, PROGRAM

@@ -184,7 +184,7 @@ def attentions(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
         located = Located(cu, cu, cos, sin)
         rotated = plain.rotate_heads(qkv.float(), cos, sin, heads)
         got = short.attend(qkv, located, heads, "", None)
-        found["short, with the rotation"] = (
+        found["short, with the rotation pass"] = (
             lambda _: short.attend(qkv, located, heads, "", None),
             error(got, attend_segments(*rotated, cu).flatten(1)),
         )

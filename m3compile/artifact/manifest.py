@@ -11,6 +11,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PROGRAM = "encoder.pt2"
 FEW_ROWS_PROGRAM = "few_rows.pt2"
+EXPORTED = "encoder.exported.pt2"
+COMPILE_CACHE = "compile_cache.zip"
 WEIGHTS = "weights.safetensors"
 VERIFY = "verify.json"
 PREPROCESSOR = "preprocessor_config.json"
@@ -106,5 +108,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """File names of the compiled programs."""
+        """File names of the programs."""
+        if self.build.engine == "reduce-overhead":
+            return (EXPORTED,)
         return (PROGRAM, FEW_ROWS_PROGRAM) if self.few_rows_tokens else (PROGRAM,)
+
+    @property
+    def needed_files(self) -> tuple[str, ...]:
+        """Names of the files that a loader reads."""
+        cache = (COMPILE_CACHE,) if self.build.engine == "reduce-overhead" else ()
+        return (*self.programs, *cache, WEIGHTS)

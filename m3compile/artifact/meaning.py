@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import msgspec
 
-from m3compile.artifact.manifest import MANIFEST, WEIGHTS, Manifest, TensorSpec
+from m3compile.artifact.manifest import MANIFEST, Manifest, TensorSpec
 from m3compile.artifact.seal import program_inputs, program_outputs
 from m3compile.config import build_config_from_mapping
 from m3compile.config.build import MAX_FEW_ROWS_TOKENS, MAX_ITEMS, MAX_TOKENS
@@ -17,7 +17,7 @@ from m3compile.config.shown import shown
 from m3compile.errors import ArtifactDamagedError, ArtifactIncompatibleError, ConfigError
 
 _DTYPES = ("float32", "bfloat16")
-_ENGINES = ("aoti",)
+_ENGINES = ("aoti", "reduce-overhead")
 
 
 def check_meaning(manifest: Manifest, path: Path) -> None:
@@ -39,7 +39,7 @@ def check_meaning(manifest: Manifest, path: Path) -> None:
         _refuse(path, "dtype", manifest.dtype, " or ".join(_DTYPES))
     _check_build(manifest, path)
     _check_tensors(manifest, path)
-    _check_names(manifest.files, (*manifest.programs, WEIGHTS), path)
+    _check_names(manifest.files, manifest.needed_files, path)
     if not 0 <= manifest.few_rows_tokens <= MAX_FEW_ROWS_TOKENS:
         _refuse(
             path,
@@ -56,7 +56,7 @@ def _check_build(manifest: Manifest, path: Path) -> None:
         raise ArtifactDamagedError(f"{path}: {error}") from None
     if manifest.build.engine not in _ENGINES:
         raise ArtifactIncompatibleError(
-            f"{path}: found engine {manifest.build.engine}, this m3compile runs {_ENGINES[0]}"
+            f"{path}: found engine {manifest.build.engine}, this m3compile runs {' and '.join(_ENGINES)}"
         )
 
 

@@ -26,32 +26,37 @@ def resolve(config: BuildConfig) -> BuildConfig:
         device=device,
         dtype=config.dtype or ("bfloat16" if device == "cuda" else "float32"),
         out=config.out or str(Path("exported") / name),
-        budgets=config.budgets or default_ladder(),
+        budgets=config.budgets or _default_budgets(config.engine),
     )
     if resolved.attention_dtype not in (None, resolved.dtype):
         raise ConfigError(
             f"attention_dtype is {resolved.attention_dtype!r}; allowed: {resolved.dtype} "
             "(the dtype of the build)"
         )
-    if resolved.engine != "aoti":
-        raise ConfigError(f"engine is {resolved.engine!r}; allowed: aoti")
     # Accepted by the config, and not built yet: refused rather than left out in silence.
     if resolved.fp8_scales is not None:
         raise ConfigError(f"fp8_scales is {resolved.fp8_scales!r}; allowed: null")
     return msgspec.structs.replace(resolved, specialize=_specialize(resolved))
 
 
+def _default_budgets(engine: str) -> tuple[int, ...]:
+    # torch records each in several runs, at every load.
+    return default_ladder() if engine == "aoti" else (64, 256, 1024, 4096)
+
+
 def _specialize(config: BuildConfig) -> tuple[int, ...]:
     """The budgets that the program for few rows serves; () for none."""
-    is_supported = config.device == "cuda" and config.dtype == "bfloat16"
+    is_supported = (
+        config.device == "cuda" and config.dtype == "bfloat16" and config.engine == "aoti"
+    )
     assert config.budgets is not None
     if config.specialize is None:
         smallest = tuple(budget for budget in config.budgets if budget <= DEFAULT_FEW_ROWS_TOKENS)
         return smallest if is_supported else ()
     if config.specialize and not is_supported:
         raise ConfigError(
-            f"specialize is {list(config.specialize)}; allowed: [] (only bfloat16 on cuda has a "
-            "program for few rows)"
+            f"specialize is {list(config.specialize)}; allowed: [] (only engine aoti in bfloat16 "
+            "on cuda has a program for few rows)"
         )
     if any(budget > MAX_FEW_ROWS_TOKENS for budget in config.specialize):
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from m3compile.artifact import PREPROCESSOR, Manifest, read_json
-from m3compile.cli.console import StageProgress, stdout
+from m3compile.cli.console import StageProgress, stderr, stdout
 from m3compile.config import preprocess_config_for_tower
 from m3compile.config.build import DEVICES
 from m3compile.errors import InputError, InputNotFoundError, OperationError, RequestError
@@ -85,12 +85,11 @@ def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | No
             stats = encoder.stats()
     counts = torch.tensor([len(rows) for rows in results], dtype=torch.int64)
     _write(target, embeddings, counts, {"artifact": str(artifact), "inputs": json.dumps(inputs)})
-    console = stdout()
-    console.print(
+    stdout().print(
         f"Wrote {output}: {len(results)} items, {len(embeddings)} tokens of {width}", markup=False
     )
     if stats["nonfinite_items"]:
-        console.print(
+        stderr().print(
             f"warning: {stats['nonfinite_items']} items had non-finite pixels and are NaN",
             markup=False,
         )

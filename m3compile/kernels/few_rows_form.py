@@ -14,7 +14,7 @@ from torch.library import triton_op, wrap_triton
 
 from m3compile.kernels import Located
 from m3compile.kernels.product import split_product
-from m3compile.kernels.triton_form import NORM_WARPS, TritonForm
+from m3compile.kernels.triton_form import NORM_WARPS, TritonForm, exact_gelu
 from m3compile.kernels.triton_kernels import add_parts_norm_kernel, short_attention_kernel
 
 # Chosen by graph-replay timing on an H200 at 256 to 512 rows; see docs/performance.md.
@@ -22,7 +22,7 @@ _SPLITS = 4
 _ATTENTION_BLOCK = 64
 _ATTENTION_WARPS = 4
 _ATTENTION_STAGES = 3
-_SPARE_PROGRAMS = 4
+_GELU_BLOCK = 1024
 _LOG2_E = 1.4426950408889634
 
 
@@ -60,31 +60,28 @@ def _add_parts_norm(
 
 
 @triton_op("m3compile::short_attention", mutates_args=())
-def _short_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, num_heads: int
-) -> Tensor:
-    num_rows, size = qkv.shape[0], qkv.shape[1] // 3
-    out = qkv.new_empty(num_rows, size)
-    head_dim = size // num_heads
+def _short_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    out = q.new_empty(q.shape)
+    num_rows, num_heads, head_dim = q.shape
     num_segments = cu_seqlens.shape[0] - 1
     low = 1 << (head_dim.bit_length() - 1)
-    # One program for every tile of a single segment; with more segments than that, programs take
-    # several tiles each.
-    programs = (num_rows + _ATTENTION_BLOCK - 1) // _ATTENTION_BLOCK + _SPARE_PROGRAMS
-    wrap_triton(short_attention_kernel)[(programs, num_heads)](
-        qkv,
-        cos,
-        sin,
+    # Every segment has at least four rows, and may end in a partial tile.
+    tiles = (num_rows + _ATTENTION_BLOCK - 1) // _ATTENTION_BLOCK + num_rows // 4
+    wrap_triton(short_attention_kernel)[(tiles, num_heads)](
+        q,
+        k,
+        v,
         out,
         cu_seqlens,
         num_segments,
-        SIZE=size,
+        q.stride(0),
+        v.stride(0),
+        num_heads * head_dim,
         HEAD_DIM=head_dim,
-        HALF=cos.shape[1],
         LOW=low,
         HIGH=max(16, triton.next_power_of_2(head_dim - low)),
-        SLOTS=triton.next_power_of_2(num_segments),
         SCALE_LOG2=head_dim**-0.5 * _LOG2_E,
+        SLOTS=triton.next_power_of_2(num_segments),
         BLOCK_M=_ATTENTION_BLOCK,
         BLOCK_N=_ATTENTION_BLOCK,
         num_warps=_ATTENTION_WARPS,
@@ -112,7 +109,11 @@ class FewRowsForm(TritonForm):
     def attend(
         self, qkv: Tensor, located: Located, num_heads: int, backend: str, schedule: Tensor | None
     ) -> Tensor:
-        return _short_attention(qkv, located.cos, located.sin, located.cu_seqlens, num_heads)
+        q, k, v = self.rotate_heads(qkv, located.cos, located.sin, num_heads)
+        return _short_attention(q, k, v, located.cu_seqlens).flatten(1)
+
+    def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return exact_gelu(x, cu_seqlens, _GELU_BLOCK)
 
 
 FORM = FewRowsForm()

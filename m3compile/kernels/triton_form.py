@@ -30,7 +30,7 @@ _ROTATE_BLOCK = 512
 _ROTATE_WARPS = 2
 _GELU_BLOCK = 2048
 _GELU_WARPS = 4
-_LOCATE_BLOCK = 32
+_LOCATE_BLOCK = 4
 _LOCATE_WARPS = 4
 
 
@@ -138,17 +138,18 @@ def _rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tens
 
 
 @triton_op("m3compile::gelu", mutates_args=())
-def _gelu(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+def exact_gelu(x: Tensor, cu_seqlens: Tensor, block: int) -> Tensor:
+    """The exact GELU in blocks of `block` elements; see `Kernels.gelu`."""
     out = torch.empty_like(x)
     count = x.numel()
-    wrap_triton(gelu_kernel)[((count + _GELU_BLOCK - 1) // _GELU_BLOCK,)](
+    wrap_triton(gelu_kernel)[((count + block - 1) // block,)](
         x,
         cu_seqlens,
         out,
         cu_seqlens.shape[0] - 1,
         count,
         WIDTH=x.shape[1],
-        BLOCK=_GELU_BLOCK,
+        BLOCK=block,
         num_warps=_GELU_WARPS,
     )
     return out
@@ -187,7 +188,7 @@ class TritonForm(BaseForm):
         return rotated[:, 0], rotated[:, 1], v
 
     def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return _gelu(x, cu_seqlens)
+        return exact_gelu(x, cu_seqlens, _GELU_BLOCK)
 
 
 FORM = TritonForm()

@@ -98,10 +98,11 @@ def enter_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     normed = _normalise(x, inside, weight, bias, EPS, SIZE)
-    is_bad = tl.sum(tl.where(tl.abs(normed) < float("inf"), 0, 1), 0) > 0
-    out = tl.where(is_real & (is_bad == 0), normed, 0.0)
+    # Squares: a row whose variance overflows may be normalised to zero, as if it were right.
+    is_finite = tl.sum(x * x, 0) < float("inf")
+    out = tl.where(is_real & is_finite, normed, 0.0)
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(flags_ptr + tl.load(slot_ptr + row), True, mask=is_real & is_bad)
+    tl.store(flags_ptr + tl.load(slot_ptr + row), True, mask=is_real & (is_finite == 0))
 
 
 @triton.jit
@@ -240,33 +241,17 @@ def gelu_kernel(
 
 
 @triton.jit
-def _load_rotated(
-    x_ptr, cos_ptr, sin_ptr, rows, dims, mask, HALF: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """A tile of one head, rotated; `x_ptr` has the rows' start, `rows` and `dims` broadcast."""
-    is_first = dims < HALF
-    rotates = mask & (dims < 2 * HALF)
-    partner = tl.where(is_first, dims + HALF, dims - HALF)
-    at = rows * HALF + tl.where(is_first, dims, dims - HALF)
-    x = tl.load(x_ptr + dims, mask=mask & (dims < HEAD_DIM), other=0.0)
-    other = tl.load(x_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + at, mask=rotates, other=1.0)
-    sin = tl.load(sin_ptr + at, mask=rotates, other=0.0)
-    rotated = x.to(tl.float32) * cos + tl.where(is_first, -other, other) * sin
-    return rotated.to(x.dtype)
-
-
-@triton.jit
 def short_attention_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     out_ptr,
     bounds_ptr,
     num_segments,
-    SIZE: tl.constexpr,
+    qk_stride,
+    v_stride,
+    out_stride,
     HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -274,33 +259,30 @@ def short_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_M queries of one segment and one head at a time, rotated as they are loaded.
+    """BLOCK_M queries of one segment and one head a program.
 
     Tiles start at the segment's start, so a segment's bits do not depend on where it lies. A head
     of, say, 80 dims is 64 and 16 wide: no product is wider than it must be.
     """
+    tile = tl.program_id(0)
     head = tl.program_id(1)
     slots = tl.arange(0, SLOTS)
     starts = tl.load(bounds_ptr + slots, mask=slots < num_segments, other=0)
     ends = tl.load(bounds_ptr + slots + 1, mask=slots < num_segments, other=0)
     tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    upto = tl.cumsum(tiles, 0)
-    low = tl.arange(0, LOW)
-    high = LOW + tl.arange(0, HIGH)
-    head_ptr = qkv_ptr + head * HEAD_DIM
-    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        slot = tl.sum((upto <= tile).to(tl.int32), 0)
+    slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    if tile < tl.sum(tiles, 0):
         start = tl.sum(tl.where(slots == slot, starts, 0), 0)
         end = tl.sum(tl.where(slots == slot, ends, 0), 0)
         first = tl.sum(tl.where(slots < slot, tiles, 0), 0)
         rows = start + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
+        low = tl.arange(0, LOW)
+        high = LOW + tl.arange(0, HIGH)
         has_row = rows[:, None] < end
-        q_rows = head_ptr + rows[:, None] * (3 * SIZE)
-        q_low = _load_rotated(
-            q_rows, cos_ptr, sin_ptr, rows[:, None], low[None, :], has_row, HALF, HEAD_DIM
-        )
-        q_high = _load_rotated(
-            q_rows, cos_ptr, sin_ptr, rows[:, None], high[None, :], has_row, HALF, HEAD_DIM
+        q_rows = q_ptr + rows[:, None] * qk_stride + head * HEAD_DIM
+        q_low = tl.load(q_rows + low[None, :], mask=has_row, other=0.0)
+        q_high = tl.load(
+            q_rows + high[None, :], mask=has_row & (high[None, :] < HEAD_DIM), other=0.0
         )
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -309,26 +291,12 @@ def short_attention_kernel(
         for at in range(start, end, BLOCK_N):
             keys = at + tl.arange(0, BLOCK_N)
             has_key = keys < end
-            k_rows = head_ptr + SIZE + keys[None, :] * (3 * SIZE)
-            k_low = _load_rotated(
-                k_rows,
-                cos_ptr,
-                sin_ptr,
-                keys[None, :],
-                low[:, None],
-                has_key[None, :],
-                HALF,
-                HEAD_DIM,
-            )
-            k_high = _load_rotated(
-                k_rows,
-                cos_ptr,
-                sin_ptr,
-                keys[None, :],
-                high[:, None],
-                has_key[None, :],
-                HALF,
-                HEAD_DIM,
+            k_rows = k_ptr + keys[None, :] * qk_stride + head * HEAD_DIM
+            k_low = tl.load(k_rows + low[:, None], mask=has_key[None, :], other=0.0)
+            k_high = tl.load(
+                k_rows + high[:, None],
+                mask=has_key[None, :] & (high[:, None] < HEAD_DIM),
+                other=0.0,
             )
             scores = tl.dot(q_low, k_low)
             scores = tl.dot(q_high, k_high, scores) * SCALE_LOG2
@@ -337,7 +305,7 @@ def short_attention_kernel(
             shrink = tl.exp2(top - new_top)
             weights = tl.exp2(scores - new_top[:, None])
             total = total * shrink + tl.sum(weights, 1)
-            v_rows = head_ptr + 2 * SIZE + keys[:, None] * (3 * SIZE)
+            v_rows = v_ptr + keys[:, None] * v_stride + head * HEAD_DIM
             v_low = tl.load(v_rows + low[None, :], mask=has_key[:, None], other=0.0)
             v_high = tl.load(
                 v_rows + high[None, :],
@@ -348,7 +316,7 @@ def short_attention_kernel(
             out_low = tl.dot(weights, v_low, out_low * shrink[:, None])
             out_high = tl.dot(weights, v_high, out_high * shrink[:, None])
             top = new_top
-        out_rows = out_ptr + rows[:, None] * SIZE + head * HEAD_DIM
+        out_rows = out_ptr + rows[:, None] * out_stride + head * HEAD_DIM
         element = out_ptr.dtype.element_ty
         tl.store(out_rows + low[None, :], (out_low / total[:, None]).to(element), mask=has_row)
         tl.store(

@@ -46,8 +46,9 @@ def best_ladder(
 ) -> Ladder | None:
     """The budgets of least cost, increasing; None if the memory does not hold even one.
 
-    Exact, but for `max_choices`, which thins out the budgets to choose from; so does a memory limit
-    that binds, to hundreds, and there the search also gives up after a number of steps.
+    Exact, but for `max_choices`, which thins out the budgets to choose from. A memory limit that
+    binds thins them out too, to hundreds; the search there gives up after a number of steps, and
+    does not look for a budget inside a stretch where measured times fall.
 
     Args:
         at_least: tokens that the largest budget has, as far as there are such runs.
