@@ -17,14 +17,21 @@ Segment = tuple[int, int, int]
 _MOST_REPEATS, _FEWEST_REPEATS = 9, 3
 _BUSY_MS = 60.0
 
+# An uncaptured run that takes this much longer than a replay waits for its launches.
+_LAUNCH_BOUND = 1.2
+_LAUNCH_SPREAD = 2.0
+_THUMBNAIL_TOKENS = 64
+
 
 def measure_routes(
     encoder: Encoder, on_budget: Callable[[int, int], None] | None = None
 ) -> RouteTimes:
     """Time every bucket of a captured encoder, on random pixels; nobody else should use the GPU.
 
-    The linear part is timed with as many equal segments as the table holds, which leaves next to
-    nothing for attention: rows of padding would do the same work on zeros, which runs faster.
+    What is not attention is found from two replays on real rows, of one segment and of four: rows
+    of padding would do the same work on zeros, which runs faster. Launching uncaptured kernels
+    takes twice as long in one process as in another on the same machine, so a size that launching
+    may bind is given the longest launching that was seen, twice over.
 
     Args:
         on_budget: told how many budgets are done, and of how many.
@@ -37,19 +44,27 @@ def measure_routes(
     linear, full, exact = [], [], []
     for done, budget in enumerate(encoder.ladder, 1):
         rows = pixels[: 4 * budget]
-        many = _equal_segments(budget, encoder.max_segments)
-        one = _equal_segments(budget, 1)
-        linear.append(_median_ms(encoder, budget, many, rows))
-        full.append(_median_ms(encoder, budget, one, rows))
-        exact.append(_median_ms(encoder, None, one, rows))
+        one_ms = _median_ms(encoder, budget, _equal_segments(budget, 1), rows)
+        four_ms = _median_ms(encoder, budget, _equal_segments(budget, 4), rows)
+        # Attention of four is a quarter of that of one.
+        linear.append(max(one_ms / 4, min(one_ms, (4 * four_ms - one_ms) / 3)))
+        full.append(one_ms)
+        exact.append(_median_ms(encoder, None, _equal_segments(budget, 1), rows))
         if on_budget is not None:
             on_budget(done, len(encoder.ladder))
     return RouteTimes(
         budgets=encoder.ladder,
         linear_ms=tuple(linear),
         full_ms=tuple(full),
-        exact_ms=tuple(exact),
+        exact_ms=tuple(_cautious(exact, full)),
     )
+
+
+def _cautious(exact_ms: list[float], replay_ms: list[float]) -> list[float]:
+    pairs = list(zip(exact_ms, replay_ms, strict=True))
+    launching = [exact for exact, replay in pairs if exact > _LAUNCH_BOUND * replay]
+    floor = _LAUNCH_SPREAD * max(launching, default=min(exact_ms))
+    return [max(exact, floor) for exact in exact_ms]
 
 
 def _median_ms(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch starts its threads: two busy cores serve the tests and the compiler.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from m3compile import Encoder
+    from m3compile.tower import Tower
 
 GOLDENS = Path(__file__).parent / "goldens"
 GOLDEN_CHECKPOINT = GOLDENS / "tiny-m3"
@@ -45,3 +51,29 @@ def golden_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_items=MAX_ITEMS,
     )
     return build(config).path
+
+
+@pytest.fixture
+def encoder(golden_artifact: Path) -> Iterator[Encoder]:
+    """The golden artifact with its own ladder, freshly loaded."""
+    import m3compile
+
+    with m3compile.load(golden_artifact) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="session")
+def eager_tower() -> Tower:
+    """The golden checkpoint as the eager float32 tower. Do not alter it."""
+    return golden_tower()
+
+
+def golden_tower(dtype: torch.dtype = torch.float32) -> Tower:
+    from m3compile.geometry import inverse_frequencies
+    from m3compile.tower import make_tower
+    from m3compile.weights import load_tower_state, open_checkpoint
+
+    checkpoint = open_checkpoint(GOLDEN_CHECKPOINT)
+    state = load_tower_state(checkpoint, dtype)
+    state["inverse_frequency"] = inverse_frequencies(checkpoint.config)
+    return make_tower(checkpoint.config, state, "TORCH_SDPA")

@@ -193,10 +193,13 @@ def reference_cost(
             linear = (1 - share) * times.linear_ms[low] + share * times.linear_ms[high]
     if tokens > times.budgets[-1]:
         linear = times.linear_ms[-1] * tokens / times.budgets[-1]
-    floor = min(times.exact_ms)
-    ratios = [e / f for e, f in zip(times.exact_ms, times.full_ms, strict=True) if e > 1.25 * floor]
+    pairs = list(zip(times.exact_ms, times.full_ms, strict=True))
+    fastest = min(times.exact_ms)
+    ratios = [e / f for e, f in pairs if e > 1.25 * fastest]
     ratio = max(1.0, statistics.median(ratios[len(ratios) // 2 :])) if ratios else 1.0
-    return max(floor, ratio * (linear + attention))
+    # Launching bounds it, and it must be faster by more than 3 % of noise.
+    floor = max((e for e, f in pairs if e > 1.15 * f), default=fastest)
+    return max(floor, 1.03 * ratio * (linear + attention))
 
 
 def cheapest_route(
@@ -528,3 +531,11 @@ def test_many_equal_items(segments: list[int], max_segments: int) -> None:
 def test_no_torch() -> None:
     code = "import sys, m3compile.buckets; sys.exit({'torch', 'numpy'} & set(sys.modules) != set())"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_buckets_smaller_than_a_step_of_the_cost_table() -> None:
+    for ladder in ((1,), (8,), (1, 8, 64), (15, 16, 17)):
+        tokens = [min(size, ladder[-1]) for size in (3, 7, 64, 5, 8, 9, 1, 1, 1)]
+        runs = Planner(ladder, 128).plan(tokens)
+        assert sum(run.tokens for run in runs) == sum(tokens)
+        assert all(run.budget is not None and run.tokens <= run.budget for run in runs)

@@ -33,6 +33,7 @@ from m3compile.plan import (
     build_file,
     h200_times,
     memory_model,
+    optimum,
     plan_traffic,
     read_times,
 )
@@ -191,6 +192,20 @@ def test_fewer_graphs_where_more_gain_nothing() -> None:
     assert best_ladder(demand, H200, limits(9)) == (64, 100)
     flat = RouteTimes(budgets=(128,), linear_ms=(2.0,), full_ms=(2.5,), exact_ms=(9.0,))
     assert best_ladder(demand, flat, limits(9)) == (100,)
+
+
+def test_the_short_way_through_many_sizes_is_the_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    model = CostModel((MAX_TOKENS,), H200)
+    for max_graphs in (1, 2, 7, 20):
+        sizes = rng.sample(range(1, 9000), 150)
+        demand = demand_of(
+            {(b, rng.random() * model.attention(b)): float(rng.randint(1, 30)) for b in sizes}
+        )
+        monkeypatch.setattr(optimum, "_MANY_CHOICES", MAX_TOKENS)
+        expected = best_ladder(demand, H200, limits(max_graphs))
+        monkeypatch.setattr(optimum, "_MANY_CHOICES", 1)
+        assert best_ladder(demand, H200, limits(max_graphs)) == expected
 
 
 # --- plans

@@ -56,7 +56,8 @@ def _check_build(manifest: Manifest, path: Path) -> None:
         raise ArtifactDamagedError(f"{path}: {error}") from None
     if manifest.build.engine not in _ENGINES:
         raise ArtifactIncompatibleError(
-            f"{path}: found engine {manifest.build.engine}, this m3compile runs {' and '.join(_ENGINES)}"
+            f"{path}: found engine {manifest.build.engine}, this m3compile runs "
+            + " and ".join(_ENGINES)
         )
 
 

@@ -16,6 +16,11 @@ LAUNCH_TOKENS = 80
 # Tokens between two entries of the table behind `CostModel.cover`.
 _COVER_STEP = 16
 
+# What an uncaptured run is charged on top: it keeps the host busy for as long as the device, so
+# it must be faster by more than noise.
+_EXACT_MARGIN = 1.03
+# An uncaptured run that takes this many times its replay is bound by launching its kernels.
+_BOUND_BY_LAUNCHING = 1.15
 # An uncaptured run this much over the fastest one is no longer bound by launching its kernels.
 _CLEAR_OF_LAUNCHING = 1.25
 
@@ -25,7 +30,7 @@ class RouteTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         budgets: tokens, increasing; any subset of the ladder.
-        linear_ms: a replay of the bucket without segments: everything but attention.
+        linear_ms: a replay of the bucket with small segments: nearly everything but attention.
         full_ms: a replay with one segment that fills the bucket.
         exact_ms: the uncaptured program at that shape, one segment.
 
@@ -73,8 +78,8 @@ class CostModel:
         self._linear: tuple[float, ...] = ()
         self._attention: tuple[float, ...] = ()
         if times is not None:
-            self._launch = min(times.exact_ms)
-            self._ratio = _exact_over_full(times)
+            self._launch = _launch_ms(times)
+            self._ratio = _EXACT_MARGIN * _exact_over_full(times)
             self._knots = times.budgets
             self._linear = times.linear_ms
             # Noise can put the full replay under the empty one.
@@ -156,6 +161,19 @@ def _cover_costs(ladder: Sequence[int], replays: Sequence[float]) -> list[float]
             )
         )
     return costs
+
+
+def _launch_ms(times: RouteTimes) -> float:
+    """What an uncaptured run takes at least: the slowest that launching alone explains.
+
+    Not the fastest: small budgets may have a program of their own, with fewer launches.
+    """
+    bound = [
+        exact
+        for exact, full in zip(times.exact_ms, times.full_ms, strict=True)
+        if exact > _BOUND_BY_LAUNCHING * full
+    ]
+    return max(bound, default=min(times.exact_ms))
 
 
 def _exact_over_full(times: RouteTimes) -> float:

@@ -31,7 +31,7 @@ def show_plan(report: PlanReport) -> None:
     console.print(f"times: {report.times}", markup=False)
     rows = table(
         "", "ladder", "graphs", "ms a call", "calls/s", "over ideal", "padding",
-        "one bucket a call", "exact runs", "memory",
+        "one bucket a call", "exact per 100", "memory",
     )  # fmt: skip
     for ladder in report.ladders:
         rows.add_row(
@@ -42,7 +42,7 @@ def show_plan(report: PlanReport) -> None:
             f"{ladder.over_ideal:.1%}",
             f"{ladder.padding:.1%}",
             f"{ladder.one_bucket_padding:.1%}",
-            f"{ladder.exact_runs:.1f} %",
+            f"{ladder.exact_runs:.1f}",
             f"{ladder.memory_bytes / 1e9:.2f} GB",
         )
     ideal = report.ideal_ms_per_call

@@ -4,9 +4,9 @@ Plain Python and numpy over sizes; imports neither torch nor anything above floo
 part that a running encoder uses.
 """
 
-from m3compile.plan.best_ladder import best_ladder
 from m3compile.plan.build_file import build_file, check_build_file, write_build_file
 from m3compile.plan.memory import MemoryModel, memory_model
+from m3compile.plan.optimum import best_ladder
 from m3compile.plan.report import LadderReport, PlanReport, plan_traffic
 from m3compile.plan.runs import Limits
 from m3compile.plan.times import h200_times, read_times

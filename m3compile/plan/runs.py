@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ class Runs:
         all_exact: cost of all runs, uncaptured.
         own_bytes: (D,) of each budget's graph, whatever the others are.
         shared_bytes: (D,) of everything else, if each budget is the largest.
+        is_rising: whether no larger bucket takes less time.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Runs:
             ]
         )
         self._replays = [model.linear(budget) for budget in self.budgets.tolist()]
+        self.is_rising = all(low <= high for low, high in pairwise(self._replays))
         # Runs up to budget j are the first `ends[j + 1]`; `ends[0]` is none.
         self._ends = np.concatenate(
             ([0], np.searchsorted(demand.tokens, self.budgets, side="right"))

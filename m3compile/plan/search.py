@@ -18,7 +18,7 @@ from m3compile.buckets import Planner, RouteTimes, default_ladder
 from m3compile.config import BuildConfig
 from m3compile.config.build import MAX_ITEMS, MAX_TOKENS
 from m3compile.errors import RequestError
-from m3compile.plan.best_ladder import best_ladder
+from m3compile.plan.optimum import best_ladder
 from m3compile.plan.runs import Ladder, Limits
 from m3compile.plan.simulate import Simulation, simulate
 from m3compile.plan.workload import Demand, Workload, demand_of, segments

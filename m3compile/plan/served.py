@@ -7,8 +7,8 @@ from typing import Any
 
 from m3compile.buckets import RouteTimes, Run
 from m3compile.buckets.times import CostModel
-from m3compile.plan.best_ladder import best_ladder
 from m3compile.plan.memory import memory_model
+from m3compile.plan.optimum import best_ladder
 from m3compile.plan.runs import Limits
 from m3compile.plan.times import h200_times
 from m3compile.plan.workload import Demand, demand_of

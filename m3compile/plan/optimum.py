@@ -17,6 +17,7 @@ price, which also bounds how good a ladder can be, and `within_memory` searches 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ _CHOICES_PRICED_THIN = 128
 # Prices of a byte that are tried, each half of the one before, and then between the best of them.
 _NUM_PRICES = 20
 _NUM_REFINED = 8
+# From so many budgets to choose from on, finding out where to look costs less than it saves.
+_MANY_CHOICES = 1024
 # Costs this near to each other are the same: the ladder of fewer graphs is taken.
 _SAME = 1 + 1e-12
 
@@ -101,13 +104,18 @@ def _search(runs: Runs, limits: Limits, price: float, at_least: int) -> _Found:
     best[0, 0] = 0.0
     held = np.zeros_like(best)
     below = np.zeros(best.shape, dtype=np.int32)
-    rows = np.arange(graphs)
+    all_rows = np.arange(graphs)
+    groups = _row_groups(graphs, runs)
     for j in range(count):
-        costs = best[:-1, : j + 1] + runs.between(j)
-        chosen = costs.argmin(axis=1)
-        best[1:, j + 1] = costs[rows, chosen] + price * runs.own_bytes[j]
-        held[1:, j + 1] = held[rows, chosen] + runs.own_bytes[j]
-        below[1:, j + 1] = chosen
+        between = runs.between(j)
+        for rows in groups:
+            first = int(below[rows.start + 1 : rows.stop + 1, j].min()) if len(groups) > 1 else 0
+            costs = best[rows, first : j + 1] + between[first:]
+            below[rows.start + 1 : rows.stop + 1, j + 1] = costs.argmin(axis=1) + first
+            best[rows.start + 1 : rows.stop + 1, j + 1] = costs.min(axis=1)
+        best[1:, j + 1] += price * runs.own_bytes[j]
+        if limits.memory_bytes is not None:
+            held[1:, j + 1] = held[all_rows, below[1:, j + 1]] + runs.own_bytes[j]
     held_bytes = held[1:, 1:] + runs.shared_bytes
     totals = best[1:, 1:] - price * held[1:, 1:] + runs.tails
     totals[:, budgets < min(at_least, int(budgets[-1]))] = np.inf
@@ -127,6 +135,21 @@ def _search(runs: Runs, limits: Limits, price: float, at_least: int) -> _Found:
         ladder.append(int(budgets[j - 1]))
         j = int(below[row, j])
     return _Found(least, tuple(reversed(ladder)), floor, bool((totals[is_over] < least).any()))
+
+
+def _row_groups(graphs: int, runs: Runs) -> list[slice]:
+    """Rows k to go through together.
+
+    Where no larger bucket takes less time, the best budget below never falls from one j to the
+    next. It lies the higher the more graphs there are, so a few groups of rows, each begun at the
+    lowest place that one of its rows may still have, save most of the work.
+    """
+    if len(runs.budgets) < _MANY_CHOICES or not runs.is_rising:
+        return [slice(0, graphs)]
+    ends = [1]
+    while ends[-1] < graphs:
+        ends.append(min(2 * ends[-1], graphs))
+    return [slice(low, high) for low, high in pairwise([0, *ends])]
 
 
 def _refine(priced: list[tuple[float, _Found]], runs: Runs, limits: Limits, at_least: int) -> None:
