@@ -147,7 +147,8 @@ def load(
     Args:
         path: the file; weights outside of it must lie beside it.
         providers: of ONNX Runtime, in order of preference.
-        session_options: an `onnxruntime.SessionOptions`, such as for the number of threads.
+        session_options: an `onnxruntime.SessionOptions`, such as for the number of threads; None
+            for the defaults without memory patterns.
         max_patches: most patch rows of one run; a batch over it is cut between segments. A segment
             over it runs alone.
 
@@ -193,6 +194,11 @@ def _session(file: Path, providers: list[Any], options: Any) -> Any:
                 + ", ".join(onnxruntime.get_available_providers())
             )
     version += f" ({', '.join(names)})"
+    if options is None:
+        options = onnxruntime.SessionOptions()
+        # A plan of memory for every shape met: it nearly doubles what a large image takes, and is
+        # kept, so that memory would climb with varied sizes.
+        options.enable_mem_pattern = False
     try:
         session = onnxruntime.InferenceSession(file, options, providers=providers)
     except Exception as error:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
+import threading
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from torch.nn import functional
 
 # Registers the ops that the program calls by name.
 import m3compile.ops  # noqa: F401
-from m3compile.errors import ArtifactDamagedError
+from m3compile.errors import ArtifactDamagedError, OperationError
 from m3compile.graph import Bucket, Call, Pool
 
 _CACHE_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": "triton"}
@@ -50,6 +52,7 @@ class ReducedProgram:
 
     Raises:
         ArtifactDamagedError: the program cannot be opened, or wants other weights.
+        OperationError: the compiler failed.
     """
 
     def __init__(
@@ -66,12 +69,12 @@ class ReducedProgram:
             # Registers the Triton kernels; a compiled package would carry them.
             importlib.import_module("m3compile.kernels.triton_form")
         module, example = _open(exported, weights, device)
-        with _compiler_caches(cache, keep_cache):
+        with _compiler_caches(cache, keep_cache), _one_line(exported):
             self._exact: Call = torch.compile(module)
             self._compile(self._exact, example)
             if is_cuda:
                 self._replayed: Call = torch.compile(module, mode="reduce-overhead")
-                self._thread = ThreadPoolExecutor(1, "m3compile-graphs")
+                self._thread = graph_thread()
                 self._in_thread(self._compile, self._replayed, example)
 
     def __call__(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,6 +126,32 @@ class _ReplayedBucket:
 
     def run(self) -> tuple[Tensor, Tensor]:
         return self._replay(*self._inputs)
+
+
+def graph_thread() -> ThreadPoolExecutor:
+    """One thread that may record and replay graphs with torch's trees of them.
+
+    torch keeps the trees by thread, and makes a place for them only where it first imports their
+    module, and in threads of autograd.
+    """
+    trees = importlib.import_module("torch._inductor.cudagraph_trees").local
+
+    def make_place() -> None:
+        trees.tree_manager_containers = {}
+        trees.tree_manager_locks = defaultdict(threading.Lock)
+
+    return ThreadPoolExecutor(1, "m3compile-graphs", make_place)
+
+
+@contextmanager
+def _one_line(exported: Path) -> Iterator[None]:
+    from torch._inductor.exc import InductorError
+
+    try:
+        yield
+    except (InductorError, RuntimeError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OperationError(f"{exported}: torch.compile failed: {reason}") from error
 
 
 def _open(

@@ -20,7 +20,6 @@ _BUSY_MS = 60.0
 # An uncaptured run that takes this much longer than a replay waits for its launches.
 _LAUNCH_BOUND = 1.2
 _LAUNCH_SPREAD = 2.0
-_THUMBNAIL_TOKENS = 64
 
 
 def measure_routes(

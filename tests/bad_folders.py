@@ -138,7 +138,8 @@ case("unknown dtype", field("dtype", value="float16"), DAMAGED, "float16", "bflo
 case("odd heads", field("tower", "num_attention_heads", value=3), DAMAGED, "$.tower", "allowed")
 case("no layers", field("tower", "num_hidden_layers", value=0), DAMAGED, "num_hidden_layers is 0")
 case("unknown capture", field("build", "capture", value="often"), DAMAGED, "capture is 'often'")
-case("other engine", field("build", "engine", value="reduce-overhead"), INCOMPATIBLE, "aoti")
+case("other engine", field("build", "engine", value="reduce-overhead"), DAMAGED, "does not list")
+case("unknown engine", field("build", "engine", value="onnx"), DAMAGED, "engine is 'onnx'", "aoti")
 case(
     "times of nothing",
     field("times", value={"budgets": [], "linear_ms": [], "full_ms": [], "exact_ms": []}),

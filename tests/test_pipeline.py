@@ -175,7 +175,6 @@ def test_warnings_of_the_checkpoint_are_passed_on(compiles: object, tmp_path: Pa
     [
         ({"attention": "FLASHINFER"}, ConfigError, "reads max_seqlen on the host"),
         ({"attention": "FLASH_ATTN"}, ConfigError, "does not run on cpu"),
-        ({"engine": "reduce-overhead"}, ConfigError, "allowed: aoti"),
         ({"attention_dtype": "bfloat16"}, ConfigError, "attention_dtype is 'bfloat16'"),
         ({"attention_dtype": "fp8", "fp8_scales": "x"}, ConfigError, "attention_dtype is 'fp8'"),
         ({"fp8_scales": "x"}, ConfigError, "fp8_scales is 'x'"),

@@ -272,10 +272,15 @@ def test_the_reference_is_the_default_ladder_as_far_as_it_goes() -> None:
 
 
 def test_a_largest_budget_lets_items_share_an_exact_run() -> None:
-    """Where few graphs are allowed the packer and the program alone would settle without one."""
-    found = plan(read_traffic(MIXED).calls, 4)
-    assert found.budgets[-1] > 2000
-    assert found.ladders[0].over_ideal < 0.08
+    """Where few graphs are allowed, the packer and the dynamic program alone settle without one."""
+    workload = workload_of(read_traffic(MIXED).calls, MAX_FRAMES)
+    found = make_plan(workload, H200, limits(4)).simulation
+    assert found.ladder[-1] > 2000
+    demand = simulate(workload, default_ladder(800), H200).demand
+    alone = best_ladder(demand, H200, limits(4))
+    assert alone is not None
+    assert alone[-1] < 2000
+    assert found.cost_ms < 0.98 * simulate(workload, alone, H200).cost_ms
 
 
 def test_max_items_holds_the_fullest_run() -> None:

@@ -132,3 +132,16 @@ def test_the_users_own_compiler_caches_are_left_alone(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
     assert "TRITON_CACHE_DIR" not in os.environ
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_the_thread_of_the_graphs_has_trees_of_its_own() -> None:
+    # Needs no CUDA: a place for trees, not a graph.
+    from torch._inductor.cudagraph_trees import get_container
+
+    from m3compile.reduce_overhead import graph_thread
+
+    with graph_thread() as one, graph_thread() as other:
+        mine = one.submit(get_container, 0).result()
+        assert one.submit(get_container, 0).result() is mine
+        assert other.submit(get_container, 0).result() is not mine
+        assert get_container(0) is not mine

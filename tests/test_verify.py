@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import BUDGETS, GOLDEN_CHECKPOINT
 from crafted import copy, edited
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -58,6 +58,10 @@ ladders = st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=6, unique=Tr
 
 @settings(deadline=None, max_examples=150)
 @given(ladders, st.integers(1, 300), st.integers(1, 300), st.sampled_from(["cpu", "cuda"]))
+@example([MAX_TOKENS], 128, 4, "cpu")
+@example([1, MAX_TOKENS], 1, 4, "cuda")
+@example([64, 1024], 40, 1, "cpu")
+@example([64, 1024], 2, 2, "cpu")
 def test_routes_cover_any_ladder(budgets: list[int], slots: int, frames: int, device: str) -> None:
     ladder = tuple(budgets)
     found = routes(ladder, slots, frames, device)

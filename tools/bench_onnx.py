@@ -27,9 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from m3compile.bench.circumstances import source_commit
 from m3compile.config import TINY, TowerConfig
-from m3compile.host import detect
 from m3compile.onnx_format import CHECK_BOUNDS
 
 MID = TowerConfig(
@@ -79,7 +77,7 @@ def load_onnx(folder: Path) -> Callable[[np.ndarray, tuple[int, int, int]], np.n
 
 
 def measure_here(engine: str, folder: Path, tokens: int, calls: int) -> dict[str, Any]:
-    """One engine in this process: milliseconds of every call after the first, and memory."""
+    """One engine in this process, which must not have imported the other: milliseconds of every call after the first, and memory."""
     grid = GRIDS[tokens]
     pixels = np.random.default_rng(tokens).standard_normal((4 * tokens, 1176), np.float32)
     encode = {"eager": load_eager, "onnx": load_onnx}[engine](folder)
@@ -138,6 +136,9 @@ def prepare(folder: Path, config: TowerConfig) -> None:
 
 
 def circumstances(rounds: int, calls: int) -> dict[str, Any]:
+    from m3compile.bench.circumstances import source_commit
+    from m3compile.host import detect
+
     commit, clean = source_commit(Path(__file__).parent)
     host = detect("cpu", "")
     return {

@@ -32,7 +32,8 @@ class RouteTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         budgets: tokens, increasing; any subset of the ladder.
         linear_ms: a replay of the bucket with small segments: nearly everything but attention.
         full_ms: a replay with one segment that fills the bucket.
-        exact_ms: the uncaptured program at that shape, one segment.
+        exact_ms: the uncaptured program at that shape, one segment; where launching its kernels
+            may bind it, with room for a slower host.
 
     Raises:
         ValueError: the tuples differ in length or are empty, the budgets are not positive and

@@ -24,7 +24,7 @@ class PlainForm(BaseForm):
         is_real = _is_real(x, located.cu_seqlens)
         # Squares: a row whose variance overflows may be normalised to zero, as if it were right.
         is_finite = x.to(torch.float32).square().sum(1).isfinite()
-        slots = torch.arange(len(located.cu_seqlens) - 1, device=x.device)
+        slots = torch.arange(located.cu_seqlens.shape[0] - 1, device=x.device)
         is_bad = (is_real & ~is_finite)[:, None] & (located.segment_of_row[:, None] == slots)
         return normed.masked_fill(~(is_real & is_finite)[:, None], 0), is_bad.any(0)
 

@@ -113,9 +113,14 @@ def _describe(model: ir.Model, metadata: OnnxMetadata) -> None:
         value.metadata_props.clear()
         if value.shape is not None:
             value.shape = ir.Shape(_renamed(size, names) for size in value.shape)
+    # Absent, the condition of a loop is true; not every runtime knows that.
+    always = ir.Value(name="always", const_value=ir.tensor(True, name="always"))
+    model.graph.register_initializer(always)
     for node in model.graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None
+        if node.op_type == "Loop" and node.inputs[1] is None:
+            node.replace_input_with(1, always)
     model.graph.metadata_props.clear()
     model.graph.name = PRODUCER
     model.metadata_props.clear()

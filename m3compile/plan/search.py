@@ -75,9 +75,11 @@ def make_plan(workload: Workload, times: RouteTimes, limits: Limits) -> Plan:
     if workload.packed:
         for at_least in _starts(workload):
             _take_turns(whole, at_least, improve)
-        if seen:
-            whole = min(seen.values(), key=_cost).demand
-    improve(whole, None, 0)
+    if seen and workload.packed:
+        best = min(seen.values(), key=_cost)
+        improve(best.demand, None, best.ladder[-1])
+    else:
+        improve(whole, None, 0)
     if not seen:
         raise _no_room(whole, limits)
     best = min(seen.values(), key=_cost)
