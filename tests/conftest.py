@@ -77,3 +77,21 @@ def golden_tower(dtype: torch.dtype = torch.float32) -> Tower:
     state = load_tower_state(checkpoint, dtype)
     state["inverse_frequency"] = inverse_frequencies(checkpoint.config)
     return make_tower(checkpoint.config, state, "TORCH_SDPA")
+
+
+@pytest.fixture(scope="session")
+def gpu_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden checkpoint compiled in bfloat16 for CUDA, once a run. Do not alter it."""
+    from m3compile.config import BuildConfig
+    from m3compile.pipeline import build
+
+    out = tmp_path_factory.mktemp("artifacts") / "gpu"
+    config = BuildConfig(
+        checkpoint=str(GOLDEN_CHECKPOINT),
+        out=str(out),
+        device="cuda",
+        dtype="bfloat16",
+        budgets=BUDGETS,
+        max_items=MAX_ITEMS,
+    )
+    return build(config).path

@@ -20,9 +20,6 @@ SMALL: Grid = (1, 16, 16)
 LARGE: Grid = (1, 52, 92)
 HUGE: Grid = (1, 128, 128)
 
-BUDGETS = (16, 64, 256, 576)
-MAX_ITEMS = 32
-
 
 @dataclass
 class Eager:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,14 @@ GRIDS: list[Grid] = [(1, 4, 4), (1, 4, 6), (6, 4, 4)]
 # --- the caller's modes ---
 
 
-def with_default_dtype() -> AbstractContextManager[None]:
-    class Default(nullcontext[None]):
-        def __enter__(self) -> None:
-            torch.set_default_dtype(torch.float64)
-
-        def __exit__(self, *exc_info: object) -> None:
-            torch.set_default_dtype(torch.float32)
-
-    return Default()
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -46,7 +45,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "default device": lambda: torch.device("meta"),
-    "default dtype": with_default_dtype,
+    "default dtype": lambda: default_dtype(torch.float64),
 }
 
 

@@ -6,6 +6,7 @@ Compared with: the same call with clean pixels, in the same bucket, bit for bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from helpers import (
     segments_of_item,
     split_rows,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -174,14 +175,19 @@ def test_what_an_earlier_call_left_does_not_leak(bad: float, encoder: Encoder) -
         assert nonfinite_items(encoder) == before
 
 
+@pytest.fixture(scope="module")
+def one_bucket(golden_artifact: Path) -> Iterator[Encoder]:
+    """Every call of the property test goes through this one bucket, so bits may be compared."""
+    with m3compile.load(golden_artifact, budgets=[512]) as encoder:
+        yield encoder
+
+
 sides = st.integers(1, 3).map(lambda blocks: 2 * blocks)
 
 
 @given(data=st.data(), grids=st.lists(st.tuples(st.integers(1, 9), sides, sides), min_size=1,
                                       max_size=5))  # fmt: skip
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None)
 def test_any_bad_segments_of_any_mix(
     data: st.DataObject, grids: list[Grid], one_bucket: Encoder
 ) -> None:
@@ -202,9 +208,3 @@ def test_any_bad_segments_of_any_mix(
     ):
         assert is_nan(got) if index in bad else torch.equal(got, expected)
     assert nonfinite_items(one_bucket) - before == len({segments[index][0] for index in bad})
-
-
-@pytest.fixture(scope="module")
-def one_bucket(golden_artifact: Path) -> Encoder:
-    """Every call of the property test goes through this one bucket, so bits may be compared."""
-    return m3compile.load(golden_artifact, budgets=[512])

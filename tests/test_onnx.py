@@ -160,7 +160,7 @@ def test_many_segments_are_cut_too(loaded: OnnxEncoder) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_pixel_that_is_not_finite(loaded: OnnxEncoder, value: float) -> None:
-    """Its segment is NaN throughout; the item's other segment and the neighbours keep their bits."""
+    """Its segment is NaN throughout; the other one of its item and neighbours keep their bits."""
     # The clip's segments have 64 rows and 32, 16 tokens and 8.
     grids: list[Grid] = [(1, 4, 4), (6, 4, 4), (1, 4, 6)]
     rows = random_rows(grids)

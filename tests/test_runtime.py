@@ -8,7 +8,7 @@ same call made otherwise, bit for bit where both go through one bucket. What bad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from helpers import (
     golden_cases,
     num_tokens,
     random_rows,
+    segments_of_item,
     split_rows,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from m3compile import Encoder
 from m3compile.config import PreprocessConfig
 from m3compile.errors import InputError
 from m3compile.images import load_images
+from m3compile.program import CompiledProgram
 from m3compile.tower import Tower
 
 IMAGES = Path(__file__).parent / "goldens" / "images"
@@ -88,18 +90,17 @@ def test_all_golden_cases_as_one_call(encoder: Encoder) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow(golden_artifact: Path) -> Encoder:
+def narrow(golden_artifact: Path) -> Iterator[Encoder]:
     """A ladder so small that items are packed, cut, and run at their exact shape."""
-    return m3compile.load(golden_artifact, budgets=[4, 16, 64], max_items=3)
+    with m3compile.load(golden_artifact, budgets=[4, 16, 64], max_items=3) as encoder:
+        yield encoder
 
 
 @given(
     grids=st.lists(st.tuples(st.integers(1, 10), sides, sides), min_size=1, max_size=6),
     seed=st.integers(0, 1000),
 )
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None)
 def test_any_mix_equals_eager(
     grids: list[Grid], seed: int, narrow: Encoder, eager_tower: Tower
 ) -> None:
@@ -147,6 +148,38 @@ def test_a_photo_alone_in_a_batch_and_in_another_order(golden_artifact: Path) ->
 
 
 # --- what goes in, what comes out ---
+
+
+def test_a_program_sees_its_run_and_nothing_else(
+    golden_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer segments after more: what the table held before must be gone."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    original = CompiledProgram.__call__
+
+    def call(self: CompiledProgram, pixel_values: Tensor, segments: Tensor) -> Any:
+        seen.append((pixel_values.clone(), segments.clone()))
+        return original(self, pixel_values, segments)
+
+    monkeypatch.setattr(CompiledProgram, "__call__", call)
+    batches: list[list[Grid]] = [
+        [(1, 2, 2)] * 12, [(1, 4, 4), (1, 2, 2)], [(1, 4, 4)], [(1, 4, 4)], [(9, 2, 2), (1, 2, 4)],
+        [(1, 4, 4), (1, 2, 2)], [(1, 2, 8)],
+    ]  # fmt: skip
+    with m3compile.load(golden_artifact) as encoder:
+        seen.clear()
+        for budget in (16, 576, None):
+            for seed, grids in enumerate(batches):
+                rows = random_rows(grids, seed)
+                encoder.encode_at(rows, grids, budget)
+                pixel_values, table = seen.pop()
+                assert table.dtype == torch.int32
+                segments = [part for grid in grids for part in segments_of_item(grid)]
+                unused = [(0, 0, 0)] * (encoder.manifest.max_segments - len(segments))
+                assert [tuple(row) for row in table.tolist()] == segments + unused
+                assert torch.equal(pixel_values[: len(rows)], rows)
+                assert len(pixel_values) == (4 * budget if budget else len(rows))
+    assert not seen
 
 
 def test_results_have_the_encoders_dtype_and_device(encoder: Encoder) -> None:

@@ -35,13 +35,13 @@ def main() -> int:
         if not (work / "full").exists():
             arguments = ("init-checkpoint", full, "--preset", "full")
             codes["checkpoint"] = _start(out, "checkpoint", "m3compile", *arguments).wait()
-        arguments = ("build", full, "--out", str(work / "artifact"), "--device", "cuda", "--force")
-        codes["build"] = _start(out, "build", "m3compile", *arguments).wait()
+        flags = ("--out", str(work / "artifact"), "--device", "cuda", "--force")
+        codes["build"] = _start(out, "build", "m3compile", "build", full, *flags).wait()
     if tests is not None:
         codes["tests"] = tests.wait()
     if "bench" not in skipped and not codes.get("build"):
-        arguments = ("bench", str(work / "artifact"), "--json", str(out / "bench.json"))
-        bench = _start(out, "bench", "m3compile", *arguments, "--traffic", str(TRAFFIC))
+        command = ["m3compile", "bench", str(work / "artifact"), "--traffic", str(TRAFFIC)]
+        bench = _start(out, "bench", *command, "--json", str(out / "bench.json"))
         codes["bench"] = bench.wait()
     for name, code in codes.items():
         print(f"==== {name}: exit code {code}")

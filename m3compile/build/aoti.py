@@ -75,7 +75,7 @@ def _slim(source: Path, target: Path) -> None:
     with zipfile.ZipFile(source) as full, zipfile.ZipFile(target, "w") as slim:
         for info in full.infolist():
             if info.filename.endswith(".cpp"):
-                # Loaders before torch 2.12 find the metadata by this file's name.
+                # torch 2.11 finds the metadata by this file's name.
                 slim.writestr(info, b"", zipfile.ZIP_STORED)
             elif not info.filename.endswith(_SOURCE_SUFFIXES):
                 slim.writestr(info, full.read(info), zipfile.ZIP_STORED)

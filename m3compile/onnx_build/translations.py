@@ -14,6 +14,7 @@ import torch
 from onnxscript import BFLOAT16, FLOAT, FLOAT16, INT32, script
 from onnxscript import opset18 as op
 
+import m3compile.ops  # noqa: F401 (registers what is translated)
 from m3compile.onnx_format import BLOCK_LOGITS
 
 # Read by the script converter as an annotation: every float dtype a tower can have.
