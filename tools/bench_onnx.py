@@ -77,7 +77,10 @@ def load_onnx(folder: Path) -> Callable[[np.ndarray, tuple[int, int, int]], np.n
 
 
 def measure_here(engine: str, folder: Path, tokens: int, calls: int) -> dict[str, Any]:
-    """One engine in this process, which must not have imported the other: milliseconds of every call after the first, and memory."""
+    """One engine in this process, which must not have imported the other.
+
+    Milliseconds of every call after the first, and memory.
+    """
     grid = GRIDS[tokens]
     pixels = np.random.default_rng(tokens).standard_normal((4 * tokens, 1176), np.float32)
     encode = {"eager": load_eager, "onnx": load_onnx}[engine](folder)
