@@ -89,7 +89,7 @@ class OnnxEncoder:
         Args:
             pixel_values: (num_patches, patch_dim) of any float dtype, num_patches a multiple of 4.
                 Rows past the last segment may hold anything.
-            segments: (num_segments, 3) int64 `t, h, w`; zero rows are unused.
+            segments: (num_segments, 3) ints `t, h, w`; zero rows are unused.
 
         Returns:
             (num_patches / 4, width) in the file's dtype; rows past the last segment are
@@ -101,10 +101,9 @@ class OnnxEncoder:
         # Beyond the range of half floats is infinity, which is what such a pixel then means.
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(pixel_values, self._dtype)
+        feeds = {PIXEL_VALUES: rows, SEGMENTS: np.ascontiguousarray(segments, np.int64)}
         try:
-            (embeddings,) = self._session.run(
-                [EMBEDDINGS], {PIXEL_VALUES: rows, SEGMENTS: segments}
-            )
+            (embeddings,) = self._session.run([EMBEDDINGS], feeds)
         # Its errors share no base but Exception, and RuntimeError for some.
         except Exception as error:
             raise OperationError(f"ONNX Runtime failed: {_first_line(error)}") from error
@@ -205,12 +204,17 @@ def _session(file: Path, providers: list[Any], options: Any) -> Any:
         line = _first_line(error)
         # Its errors have no public classes; they say in words what they are.
         lacking = re.search(r"Could not find an implementation for (\w+)", line)
+        opset = re.search(r"official support for domain ai\.onnx is till opset (\d+)", line)
         if lacking is not None:
-            raise ArtifactIncompatibleError(
-                f"{file}: {version} has no kernel for its {lacking[1]}, in its dtype and opset"
-            ) from error
-        if "opset" in line or "Unsupported model IR" in line:
-            raise ArtifactIncompatibleError(f"{file}: {version} cannot run it: {line}") from error
+            reason = f"has no kernel for its {lacking[1]}, in its dtype and opset"
+        elif opset is not None:
+            reason = f"knows opsets up to {opset[1]}, and it has a later one"
+        elif "Unsupported model IR" in line:
+            reason = f"is too old for it: {line}"
+        else:
+            reason = ""
+        if reason:
+            raise ArtifactIncompatibleError(f"{file}: {version} {reason}") from error
         raise ArtifactDamagedError(f"{file}: {version} cannot open it: {line}") from error
     lost = [name for name in names if name not in session.get_providers()]
     if lost:
@@ -219,7 +223,8 @@ def _session(file: Path, providers: list[Any], options: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    # Without the paths of its own sources, of which there may be many.
+    lines = re.sub(r"/onnxruntime_src/\S+", "", str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 

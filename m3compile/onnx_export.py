@@ -213,7 +213,7 @@ def _check(
         reason = str(error).removeprefix(f"{path}: ")
         raise RequestError(
             f"a {dtype} file cannot be checked here: {reason}; nothing was written; export it "
-            "without --check, or check another --dtype"
+            "without --check, or with another --dtype or --opset"
         ) from error
     if not report.passed:
         raise OnnxCheckError(report)

@@ -29,7 +29,7 @@ from m3compile.artifact import (
 from m3compile.attention import choose_backend
 from m3compile.build.aoti import compile_package, require_compiler
 from m3compile.build.export import export_tower
-from m3compile.build.reduce_overhead import pack_cache, save_exported
+from m3compile.build.reduce_overhead import fill_cache, save_exported
 from m3compile.build.resolve import is_captured, max_segments, resolve
 from m3compile.config import BOUNDS, TINY, BuildConfig, TowerConfig, preprocess_config_for_tower
 from m3compile.config.backends import candidates
@@ -44,7 +44,6 @@ from m3compile.host import Host, detect
 from m3compile.loading import load
 from m3compile.ops import OP_SCHEMA
 from m3compile.progress import Progress
-from m3compile.reduce_overhead import ReducedProgram
 from m3compile.routes import measure_routes
 from m3compile.tower import make_tower
 from m3compile.verify import VerifyReport, verify_encoder
@@ -131,7 +130,12 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
                     artifact.seal(staging / name, manifest)
             if config.engine == "reduce-overhead":
                 with progress.stage("fill compiler cache", seconds):
-                    _fill_cache(staging, state, torch.device(config.device))
+                    fill_cache(
+                        staging / artifact.EXPORTED,
+                        staging / artifact.WEIGHTS,
+                        config.device,
+                        staging / artifact.COMPILE_CACHE,
+                    )
             manifest = _store(staging, manifest)
             del state
             manifest, verification = _prove(staging, manifest, checkpoint, progress, seconds)
@@ -166,13 +170,6 @@ def _compile(
             )
         with progress.stage(f"compile{suffix}", seconds):
             compile_package(exported, staging / name)
-
-
-def _fill_cache(staging: Path, state: dict[str, Tensor], device: torch.device) -> None:
-    """Compile the exported program, for what the compiler leaves in its caches."""
-    with tempfile.TemporaryDirectory(prefix="m3compile-") as folder:
-        ReducedProgram(staging / artifact.EXPORTED, None, state, device, Path(folder))
-        pack_cache(Path(folder), staging / artifact.COMPILE_CACHE)
 
 
 def _prove(

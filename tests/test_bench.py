@@ -29,7 +29,7 @@ from m3compile.bench.floor import Work, count_parameters, count_work, floor_of
 from m3compile.bench.judge import Judge, merge
 from m3compile.bench.packing import PEER_BUDGETS, PEER_MAX_ITEMS, pack_ascending, sequence_ends
 from m3compile.bench.peers import make_peers
-from m3compile.bench.plot import check_plot, curves, draw
+from m3compile.bench.plot import curves, draw
 from m3compile.bench.records import BenchReport, Check
 from m3compile.bench.runners import EagerRunner
 from m3compile.bench.startup import measure_startup
@@ -39,6 +39,7 @@ from m3compile.cli.app import main
 from m3compile.config import BOUNDS, TINY, TowerConfig
 from m3compile.errors import DependencyError, ExitCode, InputError, OperationError, RequestError
 from m3compile.loading import load_weights
+from m3compile.plotting import check_plot
 from m3compile.tower import make_tower
 from m3compile.weights import tower_tensor_shapes
 

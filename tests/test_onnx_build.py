@@ -31,7 +31,7 @@ from onnxscript import FLOAT, INT32
 
 from m3compile.errors import OperationError
 from m3compile.onnx_build.model import to_onnx_model
-from m3compile.onnx_build.translations import segment_attention
+from m3compile.onnx_build.translations import TRANSLATIONS, segment_attention
 from m3compile.onnx_format import OPSETS, OnnxMetadata, from_properties
 from m3compile.tower import make_tower
 
@@ -238,6 +238,12 @@ def test_an_opset_that_the_exporter_does_not_reach() -> None:
     wanted = from_properties({**metadata, "m3compile.opset": "17"})
     with pytest.raises(OperationError, match="choose another --opset"):
         to_onnx_model(small_tower(torch.float32), wanted)
+
+
+def test_an_op_without_a_translation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(TRANSLATIONS, torch.ops.m3compile.varlen_attention.default)
+    with pytest.raises(OperationError, match="the ONNX exporter failed: "):
+        to_onnx_model(small_tower(torch.float32), from_properties(small_model().metadata_props))
 
 
 # --- bfloat16 ---

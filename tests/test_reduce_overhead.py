@@ -69,7 +69,7 @@ print(json.dumps({
     assert found, done.stderr
     assert max(found["errors"].values()) < 1e-5, found["errors"]
     assert found["exact_runs"] > 0
-    assert found["hits"] > 0
+    assert found["hits"] > 0, found
     assert (found["misses"], found["later"], found["builder"]) == (0, 0, [])
 
 

@@ -87,7 +87,11 @@ def test_another_engine(golden_artifact: Path, tmp_path: Path) -> None:
     import msgspec
 
     build = msgspec.structs.replace(read_manifest(golden_artifact).build, engine="reduce-overhead")
-    artifact = with_manifest(golden_artifact, tmp_path / "other", build=build)
+    entry = next(iter(read_manifest(golden_artifact).files.values()))
+    files = dict.fromkeys(
+        ("encoder.exported.pt2", "compile_cache.zip", "weights.safetensors"), entry
+    )
+    artifact = with_manifest(golden_artifact, tmp_path / "other", build=build, files=files)
     with pytest.raises(ArtifactIncompatibleError, match="engine reduce-overhead"):
         Host(artifact, vllm_config())
 

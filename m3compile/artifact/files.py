@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from m3compile.artifact.manifest import MANIFEST, FileEntry, Manifest
+from m3compile.config.shown import one_line
 from m3compile.errors import ArtifactDamagedError
 
 
@@ -74,4 +75,4 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise ArtifactDamagedError(f"{path}: cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ArtifactDamagedError(f"{path}: not valid JSON: {error}") from None
+        raise ArtifactDamagedError(f"{path}: not valid JSON: {one_line(error)}") from None

@@ -13,7 +13,7 @@ from m3compile.artifact.manifest import MANIFEST, Manifest, TensorSpec
 from m3compile.artifact.seal import program_inputs, program_outputs
 from m3compile.config import build_config_from_mapping
 from m3compile.config.build import MAX_FEW_ROWS_TOKENS, MAX_ITEMS, MAX_TOKENS
-from m3compile.config.shown import shown
+from m3compile.config.shown import one_line, shown
 from m3compile.errors import ArtifactDamagedError, ArtifactIncompatibleError, ConfigError
 
 _DTYPES = ("float32", "bfloat16")
@@ -53,7 +53,7 @@ def _check_build(manifest: Manifest, path: Path) -> None:
     try:
         build_config_from_mapping(msgspec.to_builtins(manifest.build), "build")
     except ConfigError as error:
-        raise ArtifactDamagedError(f"{path}: {error}") from None
+        raise ArtifactDamagedError(f"{path}: {one_line(error)}") from None
     if manifest.build.engine not in _ENGINES:
         raise ArtifactIncompatibleError(
             f"{path}: found engine {manifest.build.engine}, this m3compile runs "

@@ -10,7 +10,7 @@ import msgspec
 
 from m3compile.artifact.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from m3compile.artifact.meaning import check_meaning
-from m3compile.config.shown import shown
+from m3compile.config.shown import one_line, shown
 from m3compile.errors import (
     ArtifactDamagedError,
     ArtifactIncompatibleError,
@@ -33,7 +33,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         document = msgspec.json.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ArtifactDamagedError(f"{path}: not valid JSON: {error}") from None
+        raise ArtifactDamagedError(f"{path}: not valid JSON: {one_line(error)}") from None
     if not isinstance(document, dict):
         raise ArtifactDamagedError(f"{path}: holds a {type(document).__name__}, expected an object")
     version = document.get("format_version")
@@ -48,7 +48,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = msgspec.convert(document, Manifest)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ArtifactDamagedError(f"{path}: {error}") from None
+        raise ArtifactDamagedError(f"{path}: {one_line(error)}") from None
     check_meaning(manifest, path)
     return manifest
 

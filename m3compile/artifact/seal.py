@@ -20,7 +20,7 @@ import msgspec
 
 from m3compile.artifact.manifest import MANIFEST, Manifest, Requirements, TensorSpec
 from m3compile.config import TowerConfig
-from m3compile.config.shown import shown
+from m3compile.config.shown import one_line, shown
 from m3compile.errors import ArtifactDamagedError
 
 # `extra` is the format's own place for what torch does not read.
@@ -91,7 +91,9 @@ def check_seal(package: Path, manifest: Manifest) -> None:
     except ArtifactDamagedError:
         raise
     except _ZIP_ERRORS as error:
-        raise ArtifactDamagedError(f"{package}: not a compiled package: {error}") from None
+        raise ArtifactDamagedError(
+            f"{package}: not a compiled package: {one_line(error)}"
+        ) from None
     for name in sorted(members.keys() | found.members.keys()):
         if members.get(name) != found.members.get(name):
             raise ArtifactDamagedError(
@@ -131,7 +133,7 @@ def _read(package: Path, archive: zipfile.ZipFile) -> Seal:
     try:
         return msgspec.json.decode(archive.read(seals[0]), type=Seal)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ArtifactDamagedError(f"{package}: its seal is not valid: {error}") from None
+        raise ArtifactDamagedError(f"{package}: its seal is not valid: {one_line(error)}") from None
 
 
 def _digest_told(digest: str | None) -> str:

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 from m3compile.bench.records import BenchReport
-from m3compile.errors import DependencyError, OperationError, RequestError
+from m3compile.plotting import new_figure, save_figure
 
 Points = list[tuple[int, float]]
-
-
-def check_plot(path: Path) -> None:
-    """Refuse, before any measurement, a plot that could not be written.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-        RequestError: there is no such folder, or matplotlib does not write such files.
-    """
-    figure = _figure()
-    if not path.absolute().parent.is_dir():
-        raise RequestError(f"--plot {path}: its folder does not exist")
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise RequestError(f"--plot {path}: expected a name that ends in .{', .'.join(known)}")
 
 
 def curves(report: BenchReport) -> dict[str, Points]:
@@ -56,7 +39,7 @@ def draw(report: BenchReport, path: Path) -> None:
         DependencyError: matplotlib is not installed.
         OperationError: the file cannot be written.
     """
-    figure = _figure()
+    figure = new_figure(8, 5)
     axes = figure.add_subplot()
     for label, points in curves(report).items():
         is_floor = label.startswith("floor")
@@ -74,19 +57,4 @@ def draw(report: BenchReport, path: Path) -> None:
     axes.set_title(f"{report.circumstances.device}, {report.circumstances.dtype}")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OperationError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _figure() -> Any:
-    """A figure of its own, not pyplot's: nothing global is touched, no window is opened."""
-    try:
-        module = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise DependencyError(
-            f"--plot needs matplotlib, which does not import here ({error}); "
-            "install m3compile[plot]"
-        ) from error
-    return module.Figure(figsize=(8, 5), layout="constrained")
+    save_figure(figure, path)

@@ -47,7 +47,8 @@ def bench(
         raise RequestError(f"--json {json_file}: its folder does not exist")
     from m3compile.bench import bench as run_bench
     from m3compile.bench import encode_report
-    from m3compile.bench.plot import check_plot, draw
+    from m3compile.bench.plot import draw
+    from m3compile.plotting import check_plot
 
     if plot_file is not None:
         check_plot(Path(plot_file))

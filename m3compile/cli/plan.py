@@ -84,7 +84,7 @@ def plan(
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise RequestError(f"--json {json_file}: its folder does not exist")
     if plot_file is not None:
-        from m3compile.plan.plot import check_plot
+        from m3compile.plotting import check_plot
 
         check_plot(Path(plot_file))
     target = _target(artifact, times_file)

@@ -26,3 +26,11 @@ def shown(value: Any) -> str:
     """`value` as Python would write it, shortened; one line whatever it holds."""
     text = _repr.repr(value)
     return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
+
+
+def one_line(error: Exception) -> str:
+    """An error's own text on one line, whatever names from a file it quotes; shortened."""
+    text = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(error)
+    )
+    return text if len(text) <= 4 * _MAX_CHARS else f"{text[: 4 * _MAX_CHARS]}..."

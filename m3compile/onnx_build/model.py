@@ -55,20 +55,7 @@ def to_onnx_model(tower: Tower, metadata: OnnxMetadata) -> ir.Model:
     Raises:
         OperationError: the exporter cannot write that opset, or failed.
     """
-    exported = _trace(tower)
-    with _quiet():
-        program = torch.onnx.export(
-            exported,
-            (),
-            dynamo=True,
-            opset_version=metadata.opset,
-            custom_translation_table=TRANSLATIONS,
-            output_names=[EMBEDDINGS],
-            optimize=True,
-            verbose=False,
-        )
-    assert program is not None
-    model = program.model
+    model = _translate(_trace(tower), metadata.opset)
     # A conversion that fails inside the exporter only leaves the model at another opset.
     if model.opset_imports != {"": metadata.opset}:
         raise OperationError(
@@ -94,6 +81,26 @@ def _trace(tower: Tower) -> ExportedProgram:
         ),
         strict=False,
     )
+
+
+def _translate(exported: ExportedProgram, opset: int) -> ir.Model:
+    with _quiet():
+        try:
+            program = torch.onnx.export(
+                exported,
+                (),
+                dynamo=True,
+                opset_version=opset,
+                custom_translation_table=TRANSLATIONS,
+                output_names=[EMBEDDINGS],
+                optimize=True,
+                verbose=False,
+            )
+        except (torch.onnx.OnnxExporterError, ir.passes.PassError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise OperationError(f"the ONNX exporter failed: {reason[0]}") from error
+    assert program is not None
+    return program.model
 
 
 def _describe(model: ir.Model, metadata: OnnxMetadata) -> None:

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
-from m3compile.errors import DependencyError, OperationError, RequestError
 from m3compile.plan.report import PlanReport
-
-
-def check_plot(path: Path) -> None:
-    """Refuse, before the planning, a picture that could not be written.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-        RequestError: there is no such folder, or matplotlib does not write such files.
-    """
-    figure = _figure()
-    if not path.absolute().parent.is_dir():
-        raise RequestError(f"--plot {path}: its folder does not exist")
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise RequestError(f"--plot {path}: expected a name that ends in .{', .'.join(known)}")
+from m3compile.plotting import new_figure, save_figure
 
 
 def draw(report: PlanReport, path: Path) -> None:
@@ -32,7 +15,7 @@ def draw(report: PlanReport, path: Path) -> None:
         DependencyError: matplotlib is not installed.
         OperationError: the file cannot be written.
     """
-    figure = _figure()
+    figure = new_figure(9, 4.5)
     axes = figure.add_subplot()
     bins, plan = report.histogram, report.ladders[0]
     edges = [bin.first for bin in bins] + [bins[-1].last + 1]
@@ -52,19 +35,4 @@ def draw(report: PlanReport, path: Path) -> None:
         parse_math=False,
     )
     axes.legend(loc="upper left")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OperationError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _figure() -> Any:
-    """A figure of its own, not pyplot's: nothing global is touched, no window is opened."""
-    try:
-        module = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise DependencyError(
-            f"--plot needs matplotlib, which does not import here ({error}); "
-            "install m3compile[plot]"
-        ) from error
-    return module.Figure(figsize=(9, 4.5), layout="constrained")
+    save_figure(figure, path)
