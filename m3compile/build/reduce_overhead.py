@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-import m3compile
 from m3compile.errors import BuildError
 
 _FRESH = """
@@ -57,7 +56,7 @@ def fill_cache(exported: Path, weights: Path, device: str, path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="m3compile-") as folder:
         words = [str(exported), str(weights), device, folder]
-        package = str(Path(m3compile.__file__).resolve().parents[1])
+        package = str(Path(__file__).resolve().parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         done = subprocess.run(
             [sys.executable, "-c", _FRESH, *words],
