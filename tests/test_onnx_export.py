@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -127,9 +128,6 @@ def rounded_artifact(golden_artifact: Path, folder: Path, scale: float) -> Path:
     state["merger.fc2.weight"] *= scale
     save_file(state, folder / WEIGHTS)
     manifest = read_manifest(golden_artifact)
-    # Through JSON, as any other program would change it.
-    import msgspec
-
     document = msgspec.to_builtins(manifest)
     document["dtype"] = document["build"]["dtype"] = "bfloat16"
     document["requirements"] |= {"device": "cuda", "gpu_arch": "sm_90", "cuda": "13.0"}
