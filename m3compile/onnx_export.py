@@ -21,14 +21,13 @@ from m3compile.errors import (
     RequestError,
     VerificationError,
 )
-from m3compile.geometry import inverse_frequencies
 from m3compile.loading import load_weights
 from m3compile.onnx_check import CheckReport, check_file
 from m3compile.onnx_format import DEFAULT_OPSET, DTYPES, OPSETS, OnnxMetadata
 from m3compile.progress import Progress
 from m3compile.tower import make_tower
 from m3compile.version import VERSION
-from m3compile.weights import load_tower_state, open_checkpoint
+from m3compile.weights import load_module_state, open_checkpoint
 from m3compile.weights.files import CONFIG_FILE
 
 _TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
@@ -162,8 +161,7 @@ def _open(folder: Path, progress: Progress) -> _Source:
     checkpoint = open_checkpoint(folder)
 
     def read(dtype: torch.dtype) -> dict[str, Tensor]:
-        state = load_tower_state(checkpoint, dtype, progress=progress.advance)
-        return {**state, "inverse_frequency": inverse_frequencies(checkpoint.config)}
+        return load_module_state(checkpoint, dtype, progress=progress.advance)
 
     return _Source(
         f"checkpoint {folder.resolve().name}",

@@ -39,7 +39,6 @@ from m3compile.errors import (
     M3CompileError,
     VerificationError,
 )
-from m3compile.geometry import inverse_frequencies
 from m3compile.host import Host, detect
 from m3compile.loading import load
 from m3compile.ops import OP_SCHEMA
@@ -48,7 +47,7 @@ from m3compile.routes import measure_routes
 from m3compile.tower import make_tower
 from m3compile.verify import VerifyReport, verify_encoder
 from m3compile.version import VERSION
-from m3compile.weights import Checkpoint, init_checkpoint, load_tower_state, open_checkpoint
+from m3compile.weights import Checkpoint, init_checkpoint, load_module_state, open_checkpoint
 from m3compile.weights.files import read_json_object
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -103,8 +102,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             checkpoint = open_checkpoint(folder)
             _check_preprocessor(checkpoint)
             dtype = _DTYPES[config.dtype]
-            state = load_tower_state(checkpoint, dtype, config.device, progress.advance)
-            state["inverse_frequency"] = inverse_frequencies(checkpoint.config).to(config.device)
+            state = load_module_state(checkpoint, dtype, config.device, progress.advance)
         with progress.stage("choose attention", seconds):
             tower = checkpoint.config
             backend, reason = choose_backend(

@@ -20,12 +20,11 @@ from m3compile.config import BOUNDS, Bounds, TowerConfig
 from m3compile.config.bounds import tightest
 from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import CheckpointError
-from m3compile.geometry import inverse_frequencies
 from m3compile.loading import load, load_weights
 from m3compile.progress import Progress
 from m3compile.runtime import Encoder
 from m3compile.tower import Tower, make_tower
-from m3compile.weights import Checkpoint, load_tower_state, open_checkpoint
+from m3compile.weights import Checkpoint, load_module_state, open_checkpoint
 
 Grid = tuple[int, int, int]
 
@@ -157,9 +156,7 @@ def _reference_state(
     encoder: Encoder, checkpoint: Checkpoint | None, folder: Path | None
 ) -> dict[str, Tensor]:
     if checkpoint is not None:
-        state = load_tower_state(checkpoint, torch.float32, str(encoder.device))
-        state["inverse_frequency"] = inverse_frequencies(checkpoint.config).to(encoder.device)
-        return state
+        return load_module_state(checkpoint, torch.float32, encoder.device)
     assert folder is not None
     weights = load_weights(folder, encoder.manifest, encoder.device)
     return {name: tensor.to(torch.float32) for name, tensor in weights.items()}

@@ -69,13 +69,11 @@ def eager_tower() -> Tower:
 
 
 def golden_tower(dtype: torch.dtype = torch.float32) -> Tower:
-    from m3compile.geometry import inverse_frequencies
     from m3compile.tower import make_tower
-    from m3compile.weights import load_tower_state, open_checkpoint
+    from m3compile.weights import load_module_state, open_checkpoint
 
     checkpoint = open_checkpoint(GOLDEN_CHECKPOINT)
-    state = load_tower_state(checkpoint, dtype)
-    state["inverse_frequency"] = inverse_frequencies(checkpoint.config)
+    state = load_module_state(checkpoint, dtype)
     return make_tower(checkpoint.config, state, "TORCH_SDPA")
 
 

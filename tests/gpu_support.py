@@ -29,13 +29,11 @@ class Eager:
 
     @cached_property
     def towers(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        from m3compile.geometry import inverse_frequencies
         from m3compile.tower import make_tower
-        from m3compile.weights import load_tower_state, open_checkpoint
+        from m3compile.weights import load_module_state, open_checkpoint
 
         checkpoint = open_checkpoint(self.checkpoint)
-        state = load_tower_state(checkpoint, torch.float32, "cuda")
-        state["inverse_frequency"] = inverse_frequencies(checkpoint.config).cuda()
+        state = load_module_state(checkpoint, torch.float32, "cuda")
         rounded = {
             name: tensor if name == "inverse_frequency" else tensor.bfloat16()
             for name, tensor in state.items()

@@ -57,14 +57,12 @@ def load_eager(folder: Path) -> Callable[[np.ndarray, tuple[int, int, int]], np.
     """The eager tower in float32 from a checkpoint."""
     import torch
 
-    from m3compile.geometry import inverse_frequencies
     from m3compile.tower import make_tower
     from m3compile.verify import eager
-    from m3compile.weights import load_tower_state, open_checkpoint
+    from m3compile.weights import load_module_state, open_checkpoint
 
     checkpoint = open_checkpoint(folder / "checkpoint")
-    state = load_tower_state(checkpoint, torch.float32)
-    state["inverse_frequency"] = inverse_frequencies(checkpoint.config)
+    state = load_module_state(checkpoint, torch.float32)
     tower = make_tower(checkpoint.config, state, "TORCH_SDPA")
     return lambda pixels, grid: eager(tower, torch.from_numpy(pixels), grid).numpy()
 

@@ -1,7 +1,7 @@
 """Checkpoint files to the tower's tensors: names, shapes, reading, and random checkpoints."""
 
 from m3compile.weights.checkpoint import Checkpoint, TensorSource, open_checkpoint
-from m3compile.weights.load import load_tower_state
+from m3compile.weights.load import load_module_state, load_tower_state
 from m3compile.weights.naming import NAMINGS, checkpoint_name
 from m3compile.weights.random_checkpoint import init_checkpoint
 from m3compile.weights.table import tower_tensor_shapes, tower_tensors
@@ -12,6 +12,7 @@ __all__ = [
     "TensorSource",
     "checkpoint_name",
     "init_checkpoint",
+    "load_module_state",
     "load_tower_state",
     "open_checkpoint",
     "tower_tensor_shapes",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from m3compile.errors import CheckpointError, RequestError
+from m3compile.geometry import inverse_frequencies
 from m3compile.weights.checkpoint import Checkpoint, TensorSource
 from m3compile.weights.files import listed, read_shard_header, read_tensor
 from m3compile.weights.table import tower_tensor_shapes
@@ -52,6 +53,22 @@ def load_tower_state(
                 progress(done, total)
         assert row == shape[0], f"{name} has {shape[0]} rows, its parts {row}"
         state[name] = whole
+    return state
+
+
+def load_module_state(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Every parameter of the tower's module: the weights, and what derives from the config.
+
+    Arguments and errors as `load_tower_state`, whose result this is with `inverse_frequency`
+    (axis_dim / 2,) float32 beside it.
+    """
+    state = load_tower_state(checkpoint, dtype, device, progress)
+    state["inverse_frequency"] = inverse_frequencies(checkpoint.config).to(device)
     return state
 
 
