@@ -146,7 +146,7 @@ def test_a_failed_rename_puts_the_old_one_back(
 
 def test_many_builds_of_one_name(tmp_path: Path) -> None:
     out = tmp_path / "a"
-    failures: list[BaseException] = []
+    failures: list[Exception] = []
     start = threading.Barrier(8, timeout=60)
 
     def run(number: int) -> None:
@@ -154,7 +154,7 @@ def test_many_builds_of_one_name(tmp_path: Path) -> None:
         for turn in range(10):
             try:
                 publish(out, f"{number} {turn}", force=True)
-            except OperationError as error:
+            except Exception as error:
                 failures.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
@@ -165,4 +165,48 @@ def test_many_builds_of_one_name(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
     assert sorted(os.listdir(out)) == [MANIFEST, "mark"]
     # One that is always overtaken gives up; that must be the exception.
+    assert {type(failure) for failure in failures} <= {OperationError}
     assert len(failures) < 40
+
+
+def test_an_artifact_that_is_replaced_during_the_look_is_still_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder goes between the look at its name and the one at its manifest."""
+    out = tmp_path / "a"
+    fill(out, "old")
+    real = os.path.isfile
+    gone: list[Path] = []
+
+    def isfile(path: Path) -> bool:
+        if not gone:
+            gone.append(out.rename(tmp_path / "gone"))
+            there = real(path)
+            fill(out, "another build")
+            return there
+        return real(path)
+
+    monkeypatch.setattr(os.path, "isfile", isfile)
+    check_target(out, force=True)
+    assert gone
+
+
+def test_another_build_publishes_while_the_old_one_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a"
+    fill(out, "old")
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if ".building-" in path.name:
+            raise OSError(errno.EIO, "Input/output error")
+        if ".replaced-" in path.name:
+            fill(out, "another build")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OperationError, match=r"cannot publish .*Input/output error"):
+        publish(out, force=True)
+    assert (out / "mark").read_text() == "another build"
+    assert os.listdir(tmp_path) == ["a"]

@@ -6,8 +6,9 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -24,12 +25,35 @@ def check_target(out: Path, *, force: bool) -> None:
     Raises:
         RequestError: `out` exists and `force` is off, or `out` is not an artifact.
     """
-    if not os.path.lexists(out):
+    found = _look(out)
+    if found == "nothing":
         return
-    if out.is_symlink() or not _is_artifact(out):
+    if found == "other":
         raise RequestError(f"{out} exists and is not an artifact; choose another --out")
     if not force:
         raise RequestError(f"{out} exists; pass --force to replace it, or choose another --out")
+
+
+def _look(out: Path) -> Literal["nothing", "artifact", "other"]:
+    """What stands at `out`, never a mixture of what stood there before and after another build."""
+    found: Literal["nothing", "artifact", "other"] = "nothing"
+    for _ in range(_MAX_SWAPS):
+        before = _identity(out)
+        if before is None:
+            return "nothing"
+        found = "artifact" if not out.is_symlink() and _is_artifact(out) else "other"
+        if _identity(out) == before:
+            break
+    return found
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """Of whatever stands there now; a rename changes the last part. None where nothing does."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def _is_artifact(folder: Path) -> bool:
@@ -92,6 +116,8 @@ def _swap_in(staging: Path, out: Path, *, force: bool) -> None:
         raise OperationError(f"cannot publish {out}: {error.strerror}") from None
     finally:
         if aside and not os.path.lexists(out):
-            aside.pop().rename(out)
+            # Fails where another build publishes just now, which is as good as what was there.
+            with suppress(OSError):
+                aside[-1].rename(out)
         for folder in aside:
             shutil.rmtree(folder, ignore_errors=True)
