@@ -13,6 +13,7 @@ from torch.nn import functional
 from m3compile.attention import attention_schedule
 from m3compile.config import TowerConfig
 from m3compile.kernels import Kernels, Located, kernels
+from m3compile.kernels.fp8 import Fp8Linear, Rows, is_fp8
 
 
 class Mlp(nn.Module):
@@ -39,15 +40,24 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(size, config.layer_norm_eps)
         self.fc1 = nn.Linear(size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, size)
+        # (3,) float32, what q, k and v in fp8 are to be multiplied with.
+        self.register_parameter("attention_scales", None)
 
-    def attend(self, normed: Tensor, located: Located, schedule: Tensor | None) -> Tensor:
+    def attend(self, normed: Rows, located: Located, schedule: Tensor | None) -> Rows:
         """(P, H), `norm1` of the residual, to what `out_proj` takes."""
-        qkv = self.qkv(normed)
-        return self.passes.attend(qkv, located, self.num_heads, self.backend, schedule)
+        attended = self.passes.attend(
+            self.qkv(normed),
+            located,
+            self.num_heads,
+            self.backend,
+            schedule,
+            self.attention_scales,
+        )
+        return self.passes.quantise(attended) if is_fp8(self.out_proj) else attended
 
-    def expand(self, normed: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def expand(self, normed: Rows, cu_seqlens: Tensor) -> Rows:
         """(P, H), `norm2` of the residual, to what `fc2` takes."""
-        return self.passes.gelu(self.fc1(normed), cu_seqlens)
+        return self.passes.gelu(self.fc1(normed), cu_seqlens, is_fp8(self.fc2))
 
 
 class Tower(nn.Module):
@@ -69,6 +79,8 @@ class Tower(nn.Module):
         self.layers = nn.ModuleList(
             Block(config, backend, self.passes) for _ in range(config.num_hidden_layers)
         )
+        # Patches that become one token lie side by side.
+        self._groups = (-1, config.patches_per_token)
         projector, output = config.projector_hidden_size, config.output_size
         self.projector = Mlp(config.hidden_size, projector, output)
         self.merger = Mlp(config.merged_size, projector, output)
@@ -92,15 +104,31 @@ class Tower(nn.Module):
             is_nonfinite: (S,) bool, the segments that had a non-finite pixel.
         """
         hidden, located, is_nonfinite = self._features(pixel_values, segments)
-        groups = (-1, self.config.patches_per_token)
-        token_segment = located.segment_of_row.unflatten(0, groups)[:, 0]
+        token_segment = located.segment_of_row.unflatten(0, self._groups)[:, 0]
         poison = is_nonfinite[token_segment][:, None]
-        hidden = self.projector.fc1(hidden)
-        hidden = self.projector.fc2(self.passes.gelu(hidden, located.cu_seqlens))
+        return self._merge(self._project(hidden, located.cu_seqlens), poison), is_nonfinite
+
+    def _project(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """(P, H) to (P, O)."""
+        passes, fc1, fc2 = self.passes, self.projector.fc1, self.projector.fc2
+        rows = passes.quantise(hidden) if is_fp8(fc1) else hidden
+        projected: Tensor = fc2(passes.gelu(fc1(rows), cu_seqlens, is_fp8(fc2)))
+        return projected
+
+    def _merge(self, hidden: Tensor, poison: Tensor) -> Tensor:
+        """(P, O) to (P / 4, O), NaN where `poison` (P / 4, 1) says so."""
+        passes, fc1, fc2 = self.passes, self.merger.fc1, self.merger.fc2
+        grouped = hidden.unflatten(0, self._groups).flatten(1)
+        inner = functional.gelu(fc1(passes.quantise(grouped) if is_fp8(fc1) else grouped))
         # Poisoned before the last product, where the pass over GELU carries it for free: a NaN row
         # of the left operand makes that row of the product NaN, and no other.
-        merged = functional.gelu(self.merger.fc1(hidden.unflatten(0, groups).flatten(1)))
-        return self.merger.fc2(merged.masked_fill(poison, float("nan"))), is_nonfinite
+        nan = float("nan")
+        if is_fp8(fc2):
+            rows = passes.quantise(inner)
+            merged: Tensor = fc2(rows._replace(scales=rows.scales.masked_fill(poison, nan)))
+        else:
+            merged = fc2(inner.masked_fill(poison, nan))
+        return merged
 
     def features(self, pixel_values: Tensor, segments: Tensor) -> Tensor:
         """The last hidden state, (P, H), before the projector; arguments as `forward`."""
@@ -119,34 +147,57 @@ class Tower(nn.Module):
         config, passes, last = self.config, self.passes, self.layers[-1]
         bounds = located.cu_seqlens
         schedule = attention_schedule(
-            bounds, x.shape[0], config.num_attention_heads, config.head_dim, self.backend
+            bounds,
+            x.shape[0],
+            config.num_attention_heads,
+            config.head_dim,
+            self.backend,
+            last.attention_scales is not None,
         )
-        biases = [b for layer in self.layers for b in (layer.out_proj.bias, layer.fc2.bias)]
-        lacks = passes.residual_offsets(biases) or [None] * (len(biases) + 1)
-        normed = passes.norm(x, bounds, self.layers[0].norm1, lacks[0])
+        linears = [linear for layer in self.layers for linear in (layer.out_proj, layer.fc2)]
+        lacks = passes.residual_offsets(linears) or [None] * (len(linears) + 1)
+        first = self.layers[0]
+        normed = passes.norm(x, bounds, first.norm1, lacks[0], is_fp8(first.qkv))
         for index, layer in enumerate(self.layers):
             attended = layer.attend(normed, located, schedule)
+            lack = lacks[2 * index + 1]
             x, normed = passes.add_product_norm(
-                x, attended, layer.out_proj, bounds, layer.norm2, lacks[2 * index + 1]
+                x, attended, layer.out_proj, bounds, layer.norm2, lack, is_fp8(layer.fc1)
             )
             hidden = layer.expand(normed, bounds)
             if layer is not last:
+                after, lack = self.layers[index + 1], lacks[2 * index + 2]
                 x, normed = passes.add_product_norm(
-                    x, hidden, layer.fc2, bounds, self.layers[index + 1].norm1, lacks[2 * index + 2]
+                    x, hidden, layer.fc2, bounds, after.norm1, lack, is_fp8(after.qkv)
                 )
         return passes.add_offset(passes.add_product(x, hidden, last.fc2), lacks[-1])
 
 
 def make_tower(
-    config: TowerConfig, state: dict[str, Tensor], backend: str, passes: str = "plain"
+    config: TowerConfig,
+    state: dict[str, Tensor],
+    backend: str,
+    passes: str = "plain",
+    fast_accumulation: bool = False,
 ) -> Tower:
     """The tower with its weights, for tracing or as the eager reference.
 
     Args:
-        state: every parameter by the tower's names. Shared with the module.
+        state: every parameter by the tower's names. Shared with the module. A linear layer that
+            has a `weight_scale` is an `Fp8Linear`; attention is in fp8 where a layer has
+            `attention_scales`.
         backend, passes: as `Tower`.
+        fast_accumulation: of every `Fp8Linear`.
     """
     with torch.device("meta"):
         tower = Tower(config, backend, passes)
+        for name in state:
+            owner, _, parameter = name.rpartition(".")
+            if parameter == "weight_scale":
+                linear = tower.get_submodule(owner)
+                sizes = linear.in_features, linear.out_features
+                tower.set_submodule(owner, Fp8Linear(*sizes, fast_accumulation))
+            elif parameter == "attention_scales":
+                tower.get_submodule(owner).attention_scales = nn.Parameter(torch.empty(3), False)
     tower.load_state_dict(state, assign=True)
     return tower.eval().requires_grad_(False)

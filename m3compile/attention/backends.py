@@ -58,11 +58,16 @@ def run_on_cuda(
 
 
 def make_schedule(
-    cu_seqlens: Tensor, num_rows: int, num_heads: int, head_dim: int, backend: str
+    cu_seqlens: Tensor,
+    num_rows: int,
+    num_heads: int,
+    head_dim: int,
+    backend: str,
+    fp8: bool = False,
 ) -> Tensor:
-    """The schedule op's CUDA kernel, for FlashAttention 3 in bfloat16."""
+    """The schedule op's CUDA kernel, for FlashAttention 3 in bfloat16 or fp8."""
     assert BACKENDS[backend].has_schedule, backend
-    forward = _flash_attn_3_op()
+    forward = flash_attn_3_op()
     schedule: Tensor = forward.get_scheduler_metadata(
         cu_seqlens.shape[0] - 1,
         num_rows,
@@ -71,7 +76,7 @@ def make_schedule(
         num_heads,
         head_dim,
         head_dim,
-        torch.bfloat16,
+        torch.float8_e4m3fn if fp8 else torch.bfloat16,
         cu_seqlens.diff(),
         cu_seqlens_q=cu_seqlens,
         num_splits=1,
@@ -145,7 +150,7 @@ def _load_flash_attn_4() -> Attend:
 
 
 def _load_flash_attn_3() -> Attend:
-    forward = _flash_attn_3_op().fwd
+    forward = flash_attn_3_op().fwd
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, schedule: Tensor | None
@@ -170,7 +175,7 @@ def _load_flash_attn_3() -> Attend:
 
 
 @functools.cache
-def _flash_attn_3_op() -> Any:
+def flash_attn_3_op() -> Any:
     """The ops under FlashAttention 3's Python wrapper, which would copy the result."""
     for module, namespace in (
         ("fa3_fwd_interface", "fa3_fwd"),

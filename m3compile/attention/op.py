@@ -19,7 +19,7 @@ _ATTENTION = (
 )
 _SCHEDULE = (
     "attention_schedule(Tensor cu_seqlens, SymInt num_rows, int num_heads, int head_dim, "
-    "str backend) -> Tensor"
+    "str backend, bool fp8=False) -> Tensor"
 )
 ATTENTION_SCHEMA = f"{_ATTENTION}; {_SCHEDULE}"
 
@@ -46,7 +46,12 @@ def _fake_attention(
 
 @torch.library.register_fake("m3compile::attention_schedule", lib=_LIBRARY)
 def _fake_schedule(
-    cu_seqlens: Tensor, num_rows: int, num_heads: int, head_dim: int, backend: str
+    cu_seqlens: Tensor,
+    num_rows: int,
+    num_heads: int,
+    head_dim: int,
+    backend: str,
+    fp8: bool = False,
 ) -> Tensor:
     return cu_seqlens.new_empty(SCHEDULE_WORDS * (cu_seqlens.shape[0] - 1) + 1)
 
@@ -86,12 +91,18 @@ def varlen_attention(
 
 
 def attention_schedule(
-    cu_seqlens: Tensor, num_rows: int, num_heads: int, head_dim: int, backend: str
+    cu_seqlens: Tensor,
+    num_rows: int,
+    num_heads: int,
+    head_dim: int,
+    backend: str,
+    fp8: bool = False,
 ) -> Tensor | None:
     """What a backend's scheduling kernel computes from the bounds, once for all layers.
 
     Args:
         num_rows, num_heads, head_dim: sizes of q.
+        fp8: whether q, k and v will be in fp8.
 
     Returns:
         int32 words for `varlen_attention`, or None where the backend has no schedule.
@@ -99,5 +110,5 @@ def attention_schedule(
     if not BACKENDS[backend].has_schedule:
         return None
     return torch.ops.m3compile.attention_schedule(
-        cu_seqlens, num_rows, num_heads, head_dim, backend
+        cu_seqlens, num_rows, num_heads, head_dim, backend, fp8
     )

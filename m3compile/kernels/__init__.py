@@ -5,6 +5,8 @@
 ones reach a third of it. `few_rows` is the same for runs of at most a few hundred rows, which are
 bound by latency. A traced program carries the compiled kernels; a loader needs no Triton.
 
+A pass whose result goes into an `Fp8Linear` is asked for `fp8`, and returns `Fp8Rows`.
+
 Shape legend: P patch rows of a run (padding included), S slots of the segment table, H hidden
 size, D head_dim, R rotary pairs of a head.
 """
@@ -13,11 +15,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
+from m3compile.kernels.fp8 import Fp8Linear, Fp8Rows, Rows
+
 KERNELS = ("plain", "triton", "few_rows")
+
+Linear: TypeAlias = nn.Linear | Fp8Linear
 
 
 class Located(NamedTuple):
@@ -49,7 +55,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
+    def residual_offsets(self, linears: Sequence[Linear]) -> list[Tensor] | None:
         """What the residual lacks before the first and after each addition: (H,) float32 each.
 
         `add_product` may leave the biases (H,) out; their sums so far are added where the residual
@@ -57,7 +63,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    def add_product(self, x: Tensor, y: Rows, linear: Linear) -> Tensor:
         """`x + linear(y)`, (P, H), perhaps without the bias and perhaps in the memory of `x`.
 
         Padding rows may hold anything before and after.
@@ -65,8 +71,13 @@ class Kernels(Protocol):
         ...
 
     def norm(
-        self, x: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm, offset: Tensor | None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        norm: nn.LayerNorm,
+        offset: Tensor | None,
+        fp8: bool = False,
+    ) -> Rows:
         """`norm(x + offset)`, (P, H), float32 inside; padding rows of `x` are read as zero.
 
         So padding stays finite where it matters, whatever attention left unwritten: kernels
@@ -77,12 +88,13 @@ class Kernels(Protocol):
     def add_product_norm(
         self,
         x: Tensor,
-        y: Tensor,
-        linear: nn.Linear,
+        y: Rows,
+        linear: Linear,
         cu_seqlens: Tensor,
         norm: nn.LayerNorm,
         offset: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        fp8: bool = False,
+    ) -> tuple[Tensor, Rows]:
         """`add_product`, and `norm` of the result."""
         ...
 
@@ -96,14 +108,33 @@ class Kernels(Protocol):
         """q and k rotated in float32, and v: (P, heads, D) each, out of the fused (P, 3 H)."""
         ...
 
-    def attend(
-        self, qkv: Tensor, located: Located, num_heads: int, backend: str, schedule: Tensor | None
-    ) -> Tensor:
-        """Rotary attention over the fused (P, 3 H), to (P, H); padding rows may stay unwritten."""
+    def rotate_heads_fp8(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, scales: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `rotate_heads`, in e4m3: q, k and v over their (3,) float32 `scales`."""
         ...
 
-    def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def attend(
+        self,
+        qkv: Tensor,
+        located: Located,
+        num_heads: int,
+        backend: str,
+        schedule: Tensor | None,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """Rotary attention over the fused (P, 3 H), to (P, H); padding rows may stay unwritten.
+
+        In fp8 where there are `scales`, as `rotate_heads_fp8`.
+        """
+        ...
+
+    def gelu(self, x: Tensor, cu_seqlens: Tensor, fp8: bool = False) -> Rows:
         """The exact (erf) GELU of (P, width), row-wise; padding rows may stay unwritten."""
+        ...
+
+    def quantise(self, x: Tensor) -> Fp8Rows:
+        """(P, width) to fp8: see `m3compile.kernels.fp8.quantise_rows`."""
         ...
 
 

@@ -7,15 +7,15 @@ less set-up than FlashAttention's.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from m3compile.kernels import Located
+from m3compile.kernels import Linear, Located
+from m3compile.kernels.fp8 import Rows, is_fp8
 from m3compile.kernels.product import split_product
-from m3compile.kernels.triton_form import NORM_WARPS, TritonForm, exact_gelu
-from m3compile.kernels.triton_kernels import add_parts_norm_kernel, short_attention_kernel
+from m3compile.kernels.triton_form import TritonForm, exact_gelu
+from m3compile.kernels.triton_kernels import short_attention_kernel
 
 # Chosen by graph-replay timing on an H200 at 256 to 512 rows; see docs/performance.md.
 _SPLITS = 4
@@ -24,39 +24,6 @@ _ATTENTION_WARPS = 4
 _ATTENTION_STAGES = 3
 _GELU_BLOCK = 1024
 _LOG2_E = 1.4426950408889634
-
-
-@triton_op("m3compile::add_parts_norm", mutates_args=())
-def _add_parts_norm(
-    x: Tensor,
-    parts: Tensor,
-    offset: Tensor,
-    cu_seqlens: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    total = torch.empty_like(x)
-    normed = torch.empty_like(x)
-    size = x.shape[1]
-    wrap_triton(add_parts_norm_kernel)[(x.shape[0],)](
-        x,
-        parts,
-        offset,
-        cu_seqlens,
-        weight,
-        bias,
-        total,
-        normed,
-        x.shape[0],
-        cu_seqlens.shape[0] - 1,
-        EPS=eps,
-        PARTS=parts.shape[0],
-        SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
-        num_warps=NORM_WARPS,
-    )
-    return total, normed
 
 
 @triton_op("m3compile::short_attention", mutates_args=())
@@ -94,26 +61,34 @@ class FewRowsForm(TritonForm):
     def add_product_norm(
         self,
         x: Tensor,
-        y: Tensor,
-        linear: nn.Linear,
+        y: Rows,
+        linear: Linear,
         cu_seqlens: Tensor,
         norm: nn.LayerNorm,
         offset: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        fp8: bool = False,
+    ) -> tuple[Tensor, Rows]:
         splits = min(_SPLITS, linear.in_features // linear.out_features)
-        if splits < 2 or linear.in_features % splits:
-            return super().add_product_norm(x, y, linear, cu_seqlens, norm, offset)
+        if is_fp8(linear) or splits < 2 or linear.in_features % splits:
+            return super().add_product_norm(x, y, linear, cu_seqlens, norm, offset, fp8)
         parts = split_product(y, linear.weight, splits)
-        return _add_parts_norm(x, parts, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
+        return self.add_parts(x, parts, cu_seqlens, norm, offset, fp8)
 
     def attend(
-        self, qkv: Tensor, located: Located, num_heads: int, backend: str, schedule: Tensor | None
+        self,
+        qkv: Tensor,
+        located: Located,
+        num_heads: int,
+        backend: str,
+        schedule: Tensor | None,
+        scales: Tensor | None = None,
     ) -> Tensor:
+        # Never in fp8: attention is too small a part of such a run.
         q, k, v = self.rotate_heads(qkv, located.cos, located.sin, num_heads)
         return _short_attention(q, k, v, located.cu_seqlens).flatten(1)
 
-    def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return exact_gelu(x, cu_seqlens, _GELU_BLOCK)
+    def gelu(self, x: Tensor, cu_seqlens: Tensor, fp8: bool = False) -> Rows:
+        return super().gelu(x, cu_seqlens, fp8) if fp8 else exact_gelu(x, cu_seqlens, _GELU_BLOCK)
 
 
 FORM = FewRowsForm()

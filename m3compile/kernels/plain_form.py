@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from m3compile.geometry import locate_rows, rotary_tables, rotate
-from m3compile.kernels import Located
+from m3compile.kernels import Linear, Located
 from m3compile.kernels.base import BaseForm
+from m3compile.kernels.fp8 import Fp8Rows, Rows, quantise_rows, to_fp8
 
 
 class PlainForm(BaseForm):
@@ -28,19 +29,24 @@ class PlainForm(BaseForm):
         is_bad = (is_real & ~is_finite)[:, None] & (located.segment_of_row[:, None] == slots)
         return normed.masked_fill(~(is_real & is_finite)[:, None], 0), is_bad.any(0)
 
-    def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
+    def residual_offsets(self, linears: Sequence[Linear]) -> list[Tensor] | None:
         return None
 
-    def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    def add_product(self, x: Tensor, y: Rows, linear: Linear) -> Tensor:
         total: Tensor = x + linear(y)
         return total
 
     def norm(
-        self, x: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm, offset: Tensor | None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        norm: nn.LayerNorm,
+        offset: Tensor | None,
+        fp8: bool = False,
+    ) -> Rows:
         assert offset is None
         normed: Tensor = norm(x.masked_fill(~_is_real(x, cu_seqlens)[:, None], 0))
-        return normed
+        return quantise_rows(normed) if fp8 else normed
 
     def add_offset(self, x: Tensor, offset: Tensor | None) -> Tensor:
         assert offset is None
@@ -52,8 +58,19 @@ class PlainForm(BaseForm):
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return functional.gelu(x)
+    def rotate_heads_fp8(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, scales: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The rotated numbers are not rounded on the way: one rounding, as in the kernel.
+        q, k, v = self.rotate_heads(qkv.to(torch.float32), cos, sin, num_heads)
+        return to_fp8(q, scales[0]), to_fp8(k, scales[1]), to_fp8(v, scales[2])
+
+    def gelu(self, x: Tensor, cu_seqlens: Tensor, fp8: bool = False) -> Rows:
+        activated = functional.gelu(x)
+        return quantise_rows(activated) if fp8 else activated
+
+    def quantise(self, x: Tensor) -> Fp8Rows:
+        return quantise_rows(x)
 
 
 def _is_real(x: Tensor, cu_seqlens: Tensor) -> Tensor:

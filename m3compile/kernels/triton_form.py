@@ -12,11 +12,21 @@ import triton
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from m3compile.kernels import Located
+from m3compile.kernels import Linear, Located
 from m3compile.kernels.base import BaseForm
+from m3compile.kernels.fp8 import Fp8Rows, Rows, is_fp8
+from m3compile.kernels.fp8_passes import (
+    NORM_WARPS,
+    add_parts_norm_fp8,
+    gelu_fp8,
+    norm_fp8,
+    quantise,
+    rotate_heads_fp8,
+)
 from m3compile.kernels.product import add_product_
 from m3compile.kernels.triton_kernels import (
     add_offset_kernel,
+    add_parts_norm_kernel,
     enter_kernel,
     gelu_kernel,
     locate_kernel,
@@ -25,7 +35,6 @@ from m3compile.kernels.triton_kernels import (
 )
 
 # Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
-NORM_WARPS = 2
 _ROTATE_BLOCK = 512
 _ROTATE_WARPS = 2
 _GELU_BLOCK = 2048
@@ -118,6 +127,39 @@ def _norm(
     return normed
 
 
+@triton_op("m3compile::add_parts_norm", mutates_args=())
+def add_parts_norm(
+    x: Tensor,
+    parts: Tensor,
+    offset: Tensor,
+    cu_seqlens: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    normed = torch.empty_like(x)
+    size = x.shape[1]
+    wrap_triton(add_parts_norm_kernel)[(x.shape[0],)](
+        x,
+        parts,
+        offset,
+        cu_seqlens,
+        weight,
+        bias,
+        total,
+        normed,
+        x.shape[0],
+        cu_seqlens.shape[0] - 1,
+        EPS=eps,
+        PARTS=parts.shape[0],
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=NORM_WARPS,
+    )
+    return total, normed
+
+
 @triton_op("m3compile::rotate_heads", mutates_args=())
 def _rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
     size = qkv.shape[1] // 3
@@ -163,18 +205,59 @@ class TritonForm(BaseForm):
         places = (located.cu_seqlens, located.segment_of_row)
         return _enter(x, *places, norm.weight, norm.bias, norm.eps)
 
-    def residual_offsets(self, biases: Sequence[Tensor]) -> list[Tensor] | None:
-        sums = torch.stack(list(biases)).to(torch.float32).cumsum(0)
+    def residual_offsets(self, linears: Sequence[Linear]) -> list[Tensor] | None:
+        # A product in fp8 has its bias already.
+        biases = [torch.zeros_like(x.bias) if is_fp8(x) else x.bias for x in linears]
+        sums = torch.stack(biases).to(torch.float32).cumsum(0)
         return [torch.zeros_like(sums[0]), *sums.unbind()]
 
-    def add_product(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    def add_product(self, x: Tensor, y: Rows, linear: Linear) -> Tensor:
+        if is_fp8(linear):
+            return x + linear(y)
         add_product_(x, y, linear.weight)
         return x
 
     def norm(
-        self, x: Tensor, cu_seqlens: Tensor, norm: nn.LayerNorm, offset: Tensor | None
-    ) -> Tensor:
-        return _norm(x, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        norm: nn.LayerNorm,
+        offset: Tensor | None,
+        fp8: bool = False,
+    ) -> Rows:
+        arguments = (x, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
+        return Fp8Rows(*norm_fp8(*arguments)) if fp8 else _norm(*arguments)
+
+    def add_product_norm(
+        self,
+        x: Tensor,
+        y: Rows,
+        linear: Linear,
+        cu_seqlens: Tensor,
+        norm: nn.LayerNorm,
+        offset: Tensor | None,
+        fp8: bool = False,
+    ) -> tuple[Tensor, Rows]:
+        if is_fp8(linear):
+            # Such a product cannot add to the residual where it lies.
+            return self.add_parts(x, linear(y)[None], cu_seqlens, norm, offset, fp8)
+        return super().add_product_norm(x, y, linear, cu_seqlens, norm, offset, fp8)
+
+    def add_parts(
+        self,
+        x: Tensor,
+        parts: Tensor,
+        cu_seqlens: Tensor,
+        norm: nn.LayerNorm,
+        offset: Tensor | None,
+        fp8: bool,
+    ) -> tuple[Tensor, Rows]:
+        """`x` plus the sum of `parts` (N, P, H), and `norm` of it with `offset`."""
+        arguments = (x, parts, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
+        if not fp8:
+            return add_parts_norm(*arguments)
+        total, *rows = add_parts_norm_fp8(*arguments)
+        return total, Fp8Rows(*rows)
 
     def add_offset(self, x: Tensor, offset: Tensor | None) -> Tensor:
         return _add_offset(x, offset)
@@ -187,8 +270,18 @@ class TritonForm(BaseForm):
         v = qkv.unflatten(1, (3, num_heads, -1))[:, 2]
         return rotated[:, 0], rotated[:, 1], v
 
-    def gelu(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return exact_gelu(x, cu_seqlens, _GELU_BLOCK)
+    def rotate_heads_fp8(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, scales: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rotated = rotate_heads_fp8(qkv, cos, sin, num_heads, scales)
+        q, k, v = rotated.unflatten(1, (3, num_heads, -1)).unbind(1)
+        return q, k, v
+
+    def gelu(self, x: Tensor, cu_seqlens: Tensor, fp8: bool = False) -> Rows:
+        return Fp8Rows(*gelu_fp8(x, cu_seqlens)) if fp8 else exact_gelu(x, cu_seqlens, _GELU_BLOCK)
+
+    def quantise(self, x: Tensor) -> Fp8Rows:
+        return Fp8Rows(*quantise(x))
 
 
 FORM = TritonForm()

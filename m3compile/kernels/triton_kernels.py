@@ -97,7 +97,7 @@ def enter_kernel(
     x = tl.load(x_ptr + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = _normalise(x, inside, weight, bias, EPS, SIZE)
+    normed = normalise(x, inside, weight, bias, EPS, SIZE)
     # Squares: a row whose variance overflows may be normalised to zero, as if it were right.
     is_finite = tl.sum(x * x, 0) < float("inf")
     out = tl.where(is_real & is_finite, normed, 0.0)
@@ -117,7 +117,7 @@ def add_offset_kernel(x_ptr, offset_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _normalise(x, inside, weight, bias, EPS: tl.constexpr, SIZE: tl.constexpr):
+def normalise(x, inside, weight, bias, EPS: tl.constexpr, SIZE: tl.constexpr):
     """layer_norm of one row; `x` is zero outside."""
     mean = tl.sum(x, 0) / SIZE
     centred = tl.where(inside, x - mean, 0.0)
@@ -148,7 +148,7 @@ def norm_kernel(
     x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = _normalise(x, inside, weight, bias, EPS, SIZE)
+    normed = normalise(x, inside, weight, bias, EPS, SIZE)
     tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -184,7 +184,7 @@ def add_parts_norm_kernel(
     x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = _normalise(x, inside, weight, bias, EPS, SIZE)
+    normed = normalise(x, inside, weight, bias, EPS, SIZE)
     tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -218,25 +218,31 @@ def rotate_kernel(
 
 
 @triton.jit
-def gelu_kernel(
-    x_ptr, bounds_ptr, out_ptr, num_segments, num_elements, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Exact GELU of (P, WIDTH), by blocks; blocks past the last segment are left unwritten.
+def exact_gelu(x):
+    """GELU with erf, of float32.
 
     The normal tail is Abramowitz and Stegun 7.1.26, whose error of 1.5e-7 is far below bfloat16.
     """
+    size = tl.abs(x)
+    t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * size)
+    poly = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t
+    tail = 0.5 * (poly + 0.254829592) * t * tl.exp(-0.5 * size * size)
+    out = tl.maximum(x, 0.0) - size * tail
+    # NaN and infinity stay what they are: the maximum above would drop a NaN.
+    return tl.where(x == x, out, x)
+
+
+@triton.jit
+def gelu_kernel(
+    x_ptr, bounds_ptr, out_ptr, num_segments, num_elements, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Exact GELU of (P, WIDTH), by blocks; blocks past the last segment are left unwritten."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     num_real = tl.load(bounds_ptr + num_segments).to(tl.int64) * WIDTH
     if tl.program_id(0).to(tl.int64) * BLOCK < num_real:
         inside = offsets < num_elements
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        size = tl.abs(x)
-        t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * size)
-        poly = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t
-        tail = 0.5 * (poly + 0.254829592) * t * tl.exp(-0.5 * size * size)
-        out = tl.maximum(x, 0.0) - size * tail
-        # NaN and infinity stay what they are: the maximum above would drop a NaN.
-        out = tl.where(x == x, out, x)
+        out = exact_gelu(x)
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,172 @@
+"""The Triton kernels of the passes that end in fp8. Imported as `triton_kernels` is.
+
+Shape legend: P patch rows of a run (padding included), H hidden size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from m3compile.kernels.triton_kernels import exact_gelu, normalise
+
+
+@triton.jit
+def _magnitude(x):
+    """|x|, and infinity for NaN, which a maximum would drop."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def _scale_of(largest):
+    """The scale of a row by its largest magnitude: any for zeros, NaN where one is not finite."""
+    scale = tl.where(largest == 0.0, 1.0, largest / 448.0)
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _store_row(x, inside, row, values_ptr, scales_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One float32 row in e4m3, with its scale; `x` is zero outside."""
+    scale = _scale_of(tl.max(_magnitude(x), 0))
+    at = row.to(tl.int64) * SIZE + tl.arange(0, BLOCK)
+    tl.store(values_ptr + at, (x / scale).to(values_ptr.dtype.element_ty), mask=inside)
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def norm_fp8_kernel(
+    x_ptr,
+    offset_ptr,
+    bounds_ptr,
+    weight_ptr,
+    bias_ptr,
+    values_ptr,
+    scales_ptr,
+    num_segments,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of `layer_norm(x + offset)` a program; rows past the last segment read as zero."""
+    row = tl.program_id(0)
+    num_real = tl.load(bounds_ptr + num_segments)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    offsets = row.to(tl.int64) * SIZE + columns
+    x = tl.load(x_ptr + offsets, mask=inside & (row < num_real), other=0.0).to(tl.float32)
+    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = normalise(x, inside, weight, bias, EPS, SIZE)
+    _store_row(normed, inside, row, values_ptr, scales_ptr, SIZE, BLOCK)
+
+
+@triton.jit
+def add_parts_norm_fp8_kernel(
+    x_ptr,
+    parts_ptr,
+    offset_ptr,
+    bounds_ptr,
+    weight_ptr,
+    bias_ptr,
+    total_ptr,
+    values_ptr,
+    scales_ptr,
+    num_rows,
+    num_segments,
+    EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of `total = x + sum of parts` and `layer_norm(total + offset)` a program."""
+    row = tl.program_id(0)
+    num_real = tl.load(bounds_ptr + num_segments)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    used = inside & (row < num_real)
+    offsets = row.to(tl.int64) * SIZE + columns
+    x = tl.load(x_ptr + offsets, mask=used, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts_ptr + part * num_rows * SIZE
+        x += tl.load(at + offsets, mask=used, other=0.0).to(tl.float32)
+    tl.store(total_ptr + offsets, x.to(total_ptr.dtype.element_ty), mask=inside)
+    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = normalise(x, inside, weight, bias, EPS, SIZE)
+    _store_row(normed, inside, row, values_ptr, scales_ptr, SIZE, BLOCK)
+
+
+@triton.jit
+def gelu_fp8_kernel(
+    x_ptr,
+    bounds_ptr,
+    values_ptr,
+    scales_ptr,
+    num_segments,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of the exact GELU a program; rows past the last segment are left unwritten."""
+    row = tl.program_id(0)
+    if row < tl.load(bounds_ptr + num_segments):
+        columns = tl.arange(0, BLOCK)
+        inside = columns < SIZE
+        x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=inside, other=0.0)
+        activated = exact_gelu(x.to(tl.float32))
+        _store_row(activated, inside, row, values_ptr, scales_ptr, SIZE, BLOCK)
+
+
+@triton.jit
+def quantise_kernel(x_ptr, values_ptr, scales_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program, in blocks: its largest magnitude first, then its numbers."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * SIZE
+    columns = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, SIZE, BLOCK):
+        at = first + columns
+        x = tl.load(x_ptr + start + at, mask=at < SIZE, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _magnitude(x))
+    scale = _scale_of(tl.max(largest, 0))
+    tl.store(scales_ptr + row, scale)
+    for first in tl.range(0, SIZE, BLOCK):
+        at = first + columns
+        x = tl.load(x_ptr + start + at, mask=at < SIZE, other=0.0).to(tl.float32)
+        tl.store(
+            values_ptr + start + at, (x / scale).to(values_ptr.dtype.element_ty), mask=at < SIZE
+        )
+
+
+@triton.jit
+def rotate_fp8_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    scales_ptr,
+    out_ptr,
+    SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of one row of the fused (P, 3 H) a program: q and k rotated, all three in e4m3."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < 3 * SIZE
+    dim = columns % HEAD_DIM
+    is_first = dim < HALF
+    rotates = inside & (columns < 2 * SIZE) & (dim < 2 * HALF)
+    pair = tl.where(is_first, dim, dim - HALF)
+    partner = tl.where(is_first, columns + HALF, columns - HALF)
+    source = qkv_ptr + row * 3 * SIZE
+    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
+    sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
+    rotated = x * cos + tl.where(is_first, -other, other) * sin
+    scaled = rotated / tl.load(scales_ptr + columns // SIZE, mask=inside, other=1.0)
+    # NaN stays NaN: the bounds apply to numbers only.
+    bounded = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -448.0), 448.0), scaled)
+    tl.store(out_ptr + row * 3 * SIZE + columns, bounded.to(out_ptr.dtype.element_ty), mask=inside)
