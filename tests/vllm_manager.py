@@ -229,9 +229,8 @@ class OwnManager:
         return int(self._manager.get_cumulative_stats()["graph_misses"])
 
 
-@contextmanager
-def own_vllm(ranks: int = 1) -> Iterator[Any]:
-    """What `tools/vllm_wheel.py` borrows from the wheel, and the ranks."""
+def wheel_tool() -> ModuleType:
+    """`tools/vllm_wheel.py`, where there is a wheel for it."""
     if not WHEEL:
         pytest.skip("M3COMPILE_VLLM_PATH names no vLLM wheel")
     path = Path(__file__).parents[1] / "tools" / "vllm_wheel.py"
@@ -240,6 +239,13 @@ def own_vllm(ranks: int = 1) -> Iterator[Any]:
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+@contextmanager
+def own_vllm(ranks: int = 1) -> Iterator[Any]:
+    """What `tools/vllm_wheel.py` borrows from the wheel, and the ranks."""
+    tool = wheel_tool()
     shared = tool.Ranks(ranks)
-    with tool.borrowed(Path(WHEEL), shared) as found:
+    with tool.borrowed(Path(str(WHEEL)), shared) as found:
         yield SimpleNamespace(ranks=shared, **vars(found))

@@ -2,13 +2,16 @@
 
 The manager and the protocol's classes are pure Python, but import half of vLLM. `borrowed` runs
 the manager's file as it stands, with the few functions it calls picked out of their files, and
-stubs for configs, logging and the process group. For tests.
+stubs for configs, logging and the process group. `scale_reader` picks out how vLLM reads a file of
+FP8 scales. For tests.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
+import json
 import logging
 import math
 import sys
@@ -25,6 +28,7 @@ import torch
 MANAGER = "vllm.v1.worker.encoder_cudagraph"
 INTERFACES = "vllm.model_executor.models.interfaces"
 VISION = "vllm.model_executor.models.vision"
+ATTENTION = "vllm.model_executor.layers.attention.mm_encoder_attention"
 
 # Whole files, and single definitions out of files that import too much.
 _WHOLE = ("vllm.utils.math_utils", "vllm.v1.worker.encoder_cudagraph_defs", MANAGER)
@@ -76,9 +80,9 @@ def borrowed(source: Path, ranks: Ranks | None = None) -> Iterator[SimpleNamespa
     try:
         names = _stub(ranks)
         for name, picks in _PICKED.items():
-            _execute(name, _pick(_read(source, name), picks), names)
+            _execute(name, _pick(read_module(source, name), picks), names)
         for name in _WHOLE:
-            _execute(name, _read(source, name), {})
+            _execute(name, read_module(source, name), {})
         yield SimpleNamespace(
             manager=sys.modules[MANAGER],
             vision=sys.modules[VISION],
@@ -90,11 +94,26 @@ def borrowed(source: Path, ranks: Ranks | None = None) -> Iterator[SimpleNamespa
         sys.modules.update(before)
 
 
+def scale_reader(source: Path) -> Callable[[str], dict[str, dict[str, float]]]:
+    """vLLM's reader of `--mm-encoder-fp8-scale-path`: q, k and v by layer name.
+
+    Raises:
+        FileNotFoundError: `source` has no such file.
+    """
+    logger = SimpleNamespace(info_once=lambda *_: None)
+    names: dict[str, Any] = {"functools": functools, "json": json, "logger": logger}
+    text = _pick(read_module(source, ATTENTION), ("_load_fp8_scales_file",))
+    exec(compile(text, ATTENTION, "exec"), names)
+    reader: Callable[[str], dict[str, dict[str, float]]] = names["_load_fp8_scales_file"]
+    return reader
+
+
 def _is_vllm(name: str) -> bool:
     return name == "vllm" or name.startswith("vllm.")
 
 
-def _read(source: Path, module: str) -> str:
+def read_module(source: Path, module: str) -> str:
+    """The text of a module of the wheel."""
     path = module.replace(".", "/") + ".py"
     if source.is_dir():
         return (source / path).read_text(encoding="utf-8")

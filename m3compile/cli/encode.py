@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,8 @@ from m3compile.artifact import PREPROCESSOR, Manifest, read_json
 from m3compile.cli.console import StageProgress, stderr, stdout
 from m3compile.config import preprocess_config_for_tower
 from m3compile.config.build import DEVICES
-from m3compile.errors import InputError, InputNotFoundError, OperationError, RequestError
+from m3compile.errors import InputError, InputNotFoundError, RequestError
+from m3compile.writing import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -131,12 +131,4 @@ def _write(
     from safetensors.torch import save
 
     tensors = {"embeddings": embeddings.contiguous(), "token_counts": counts}
-    # Aside first: a full disk must not leave half a file under the name.
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        partial.write_bytes(save(tensors, metadata))
-        partial.replace(target)
-    except OSError as error:
-        raise OperationError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(target, save(tensors, metadata))
