@@ -145,7 +145,7 @@ def test_force_replaces_what_another_build_made(
 def test_bounds_that_cannot_be_held(
     verifies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (pipeline, m3compile.verify):
+    for module in (pipeline, m3compile.verify.judge):
         monkeypatch.setattr(module, "BOUNDS", {"float32": Bounds(relative_error=1e-12)})
     with pytest.raises(VerificationError, match=r"differs from eager.*allowed 1e-12") as caught:
         build(config(tmp_path / "a"))

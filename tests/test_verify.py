@@ -28,7 +28,8 @@ from m3compile.config.bounds import tightest
 from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import ArtifactError, CheckpointError, CheckpointNotFoundError
 from m3compile.progress import Progress
-from m3compile.verify import _routes, broken_bound, relative_error, verify, verify_encoder
+from m3compile.verify import broken_bound, relative_error, verify, verify_encoder
+from m3compile.verify.cases import routes as cases_of
 
 Routes = list[tuple[str, int | None, list[list[tuple[int, int, int]]]]]
 
@@ -42,7 +43,7 @@ def routes(ladder: tuple[int, ...], slots: int, frames: int = 4, device: str = "
         max_segments=slots,
         device=torch.device(device),
     )
-    return list(_routes(encoder))
+    return list(cases_of(encoder))
 
 
 def tokens(grids: list[tuple[int, int, int]]) -> int:

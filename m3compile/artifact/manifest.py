@@ -77,6 +77,39 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     attention_reason: str
 
 
+class KeptLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What stayed in the artifact's dtype, because fp8 broke the bound.
+
+    Attributes:
+        name: of a linear layer, or `attention`.
+        error: largest error of an item with this alone in fp8.
+    """
+
+    name: str
+    error: float
+
+
+class Precision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What runs in fp8, and how that was decided.
+
+    Attributes:
+        linears: the linear layers in fp8, by the tower's own names.
+        attention: whether q, k and v are in fp8 inside attention.
+        fast_accumulation: whether the products' sums are kept in fewer bits.
+        kept: what was asked for in fp8 and is not, worst first.
+        inputs: what it was measured on, `random` or a file.
+        max_error, min_cosine: of the eager tower in this precision there, against eager float32.
+    """
+
+    linears: tuple[str, ...]
+    attention: bool
+    fast_accumulation: bool
+    kept: tuple[KeptLayer, ...]
+    inputs: str
+    max_error: float
+    min_cosine: float
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an artifact says of itself.
 
@@ -88,6 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             is none.
         files: every file but this one.
         times: measured on the machine of the build, for routing; None on a CPU.
+        precision: of an artifact in fp8; None where everything is in its dtype.
     """
 
     format_version: int
@@ -105,6 +139,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     provenance: Provenance
     few_rows_tokens: int = 0
     times: RouteTimes | None = None
+    precision: Precision | None = None
 
     @property
     def programs(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ class BackendFacts(msgspec.Struct, frozen=True, kw_only=True):
         name: what the op's `backend` argument says; it names one implementation.
         family: the name a user chooses by; several implementations may share it.
         devices: device kinds it runs on.
-        dtypes: dtypes of q, k and v it computes in.
+        dtypes: dtypes of q, k and v it computes in; `fp8` is e4m3 with static scales.
         capture_refusal: why a CUDA graph cannot capture it, or None if it can.
         distributions: packages that bring it, any of them; empty if torch itself does.
         parts: implementations that it calls, by the size of the run.
@@ -49,7 +49,7 @@ BACKENDS: dict[str, BackendFacts] = {
             name="FLASH_ATTN_3",
             family="FLASH_ATTN",
             devices=("cuda",),
-            dtypes=_HALF,
+            dtypes=(*_HALF, "fp8"),
             distributions=("fa3-fwd", "flash-attn-3"),
             has_schedule=True,
         ),
@@ -81,7 +81,7 @@ BACKENDS: dict[str, BackendFacts] = {
             name="TORCH_SDPA",
             family="TORCH_SDPA",
             devices=("cpu", "cuda"),
-            dtypes=("float32", "bfloat16", "float16"),
+            dtypes=("float32", "bfloat16", "float16", "fp8"),
             capture_refusal="it loops over the segments and reads their bounds on the host "
             "(.tolist()), which a CUDA graph cannot capture",
         ),

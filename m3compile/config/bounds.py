@@ -41,3 +41,7 @@ BOUNDS: dict[str, Bounds] = {
     "float32": Bounds(relative_error=1e-5),
     "bfloat16": Bounds(eager_ratio=1.25, cosine=0.999),
 }
+
+# Of an artifact in fp8, unless its build says otherwise.
+FP8_MAX_ERROR = 0.12
+FP8_MIN_COSINE = 0.99

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from m3compile.config.backends import REFUSED_BACKENDS, attention_choices
+from m3compile.config.bounds import FP8_MAX_ERROR, FP8_MIN_COSINE
 from m3compile.config.shown import shown
 from m3compile.config.yaml_file import read_yaml_mapping
 from m3compile.errors import ConfigError
@@ -28,6 +29,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     # The refused ones pass here: the reason, and the way out for the device, come later.
     "attention": (*ATTENTION_NAMES, *REFUSED_BACKENDS),
     "attention_dtype": (None, *DTYPES, "fp8"),
+    "linear_dtype": (None, *DTYPES, "fp8"),
 }
 
 # One run's limit: kernels index with 32 bits.
@@ -54,7 +56,11 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         specialize: the smallest budgets, which get a second program that is made for few rows;
             None for those where it measured faster, on CUDA.
         attention_dtype: dtype of q, k and v inside attention; None for `dtype`.
-        fp8_scales: file of static scales; needed for fp8.
+        fp8_scales: file of static scales; needed for attention in fp8.
+        linear_dtype: dtype of the linear layers' weights and inputs; None for `dtype`.
+        fp8_inputs: file of real items, by which the build decides what may be in fp8; None for
+            random ones.
+        fp8_max_error, fp8_min_cosine: what an artifact in fp8 is held to, see `Bounds`.
         force: replace an artifact of the same name.
     """
 
@@ -70,7 +76,16 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     specialize: tuple[int, ...] | None = None
     attention_dtype: str | None = None
     fp8_scales: str | None = None
+    linear_dtype: str | None = None
+    fp8_inputs: str | None = None
+    fp8_max_error: float = FP8_MAX_ERROR
+    fp8_min_cosine: float = FP8_MIN_COSINE
     force: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether anything is asked for in fp8."""
+        return "fp8" in (self.attention_dtype, self.linear_dtype)
 
 
 def load_build_config(path: Path, overrides: Mapping[str, Any] | None = None) -> BuildConfig:
@@ -109,7 +124,7 @@ def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildCo
             raise ConfigError(
                 f"{source}: {key} is {shown(values[key])}; allowed: {', '.join(names)}"
             )
-    for key in ("checkpoint", "out", "fp8_scales"):
+    for key in ("checkpoint", "out", "fp8_scales", "fp8_inputs"):
         value = values.get(key)
         if value is not None and (not isinstance(value, str) or not value or "\0" in value):
             raise ConfigError(f"{source}: {key} is {shown(value)}; allowed: a path")
@@ -126,14 +141,39 @@ def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildCo
         checked["budgets"] = _budgets(values["budgets"], "budgets", source)
     if "specialize" in values:
         checked["specialize"] = _specialize(values["specialize"], checked.get("budgets"), source)
+    for key in ("fp8_max_error", "fp8_min_cosine"):
+        if key in values:
+            checked[key] = _share(values[key], key, source)
     config = BuildConfig(**checked)
+    _check_fp8(config, source)
+    return config
+
+
+def _check_fp8(config: BuildConfig, source: str) -> None:
+    """Refuse keys of fp8 that lack another one, or have no use."""
     if config.attention_dtype == "fp8" and config.fp8_scales is None:
         raise ConfigError(
             f"{source}: attention_dtype is 'fp8' without fp8_scales; allowed: fp8 with "
             "fp8_scales: FILE (static scales; a scale found at run time would depend on the "
             "neighbours)"
         )
-    return config
+    if config.attention_dtype != "fp8" and config.fp8_scales is not None:
+        raise ConfigError(
+            f"{source}: fp8_scales is {shown(config.fp8_scales)} without attention_dtype: fp8; "
+            "allowed: null (linear layers find their scales row by row)"
+        )
+    if config.fp8_inputs is not None and not config.is_fp8:
+        raise ConfigError(
+            f"{source}: fp8_inputs is {shown(config.fp8_inputs)} without linear_dtype or "
+            "attention_dtype: fp8; allowed: null"
+        )
+
+
+def _share(value: Any, key: str, source: str) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1:
+        raise ConfigError(f"{source}: {key} is {shown(value)}; allowed: a number between 0 and 1")
+    return float(value)
 
 
 def _budgets(value: Any, key: str, source: str) -> tuple[int, ...]:
