@@ -16,6 +16,7 @@ import click
 
 from m3compile.cli.bench import bench
 from m3compile.cli.build import build
+from m3compile.cli.calibrate import calibrate
 from m3compile.cli.checkpoint import init_checkpoint
 from m3compile.cli.encode import encode
 from m3compile.cli.export_onnx import export_onnx
@@ -35,7 +36,18 @@ def app() -> None:
     """
 
 
-for command in (build, verify, inspect, encode, bench, plan, export_onnx, init_checkpoint):
+COMMANDS = (
+    build,
+    verify,
+    inspect,
+    encode,
+    bench,
+    plan,
+    calibrate,
+    export_onnx,
+    init_checkpoint,
+)
+for command in COMMANDS:
     app.add_command(command)
 
 

@@ -11,34 +11,17 @@ import click
 
 from m3compile.artifact import PREPROCESSOR, Manifest, read_json
 from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows, read_rows
 from m3compile.config import preprocess_config_for_tower
 from m3compile.config.build import DEVICES
-from m3compile.errors import InputError, InputNotFoundError, RequestError
+from m3compile.errors import RequestError
 from m3compile.writing import write_whole
 
 if TYPE_CHECKING:
     import torch
 
 
-class _ManyInputs(click.Command):
-    """Lets one `--input` take several files, as shells expand `--input *.jpg`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        spread: list[str] = []
-        flag = ""
-        has_value = False
-        for word in args:
-            if word.startswith("-") and word != "-":
-                flag, has_value = word.partition("=")[0], "=" in word
-            elif has_value and flag == "--input":
-                spread.append(flag)
-            else:
-                has_value = True
-            spread.append(word)
-        return super().parse_args(ctx, spread)
-
-
-@click.command(cls=_ManyInputs)
+@click.command(cls=ManyInputs)
 @click.argument("artifact")
 @click.option(
     "--input",
@@ -61,9 +44,7 @@ def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | No
         raise RequestError(f"--output {output}: its folder does not exist")
     if os.path.isdir(target):
         raise RequestError(f"--output {output}: a folder; expected the name of a file")
-    for name in inputs:
-        if not os.path.isfile(name):
-            raise InputNotFoundError(f"--input {name}: no such file")
+    check_inputs(inputs)
     import torch
 
     from m3compile.loading import load
@@ -99,30 +80,16 @@ def _read(
     folder: Path, manifest: Manifest, inputs: tuple[str, ...], progress: StageProgress
 ) -> tuple[Any, Any]:
     """pixel_values (N, patch_dim) and grid_thw (num_items, 3)."""
-    if any(name.lower().endswith(".safetensors") for name in inputs):
+    if any(has_rows(name) for name in inputs):
         if len(inputs) > 1:
             raise RequestError("--input takes one safetensors file, or image files")
-        return _read_rows(inputs[0])
+        return read_rows(inputs[0])
     from m3compile.images import load_images
 
     path = folder / PREPROCESSOR
     document = read_json(path) if PREPROCESSOR in manifest.files else {}
     config = preprocess_config_for_tower(document, manifest.tower, str(path))
     return load_images([Path(name) for name in inputs], config, progress.advance)
-
-
-def _read_rows(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(name, framework="pt") as file:
-            keys = set(file.keys())
-            missing = [key for key in ("pixel_values", "grid_thw") if key not in keys]
-            if missing:
-                raise InputError(f"{name}: tensor {missing[0]} is missing; found {sorted(keys)}")
-            return file.get_tensor("pixel_values"), file.get_tensor("grid_thw")
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{name}: not a readable safetensors file: {error}") from None
 
 
 def _write(
