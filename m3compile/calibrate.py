@@ -25,7 +25,7 @@ from m3compile.progress import Progress
 from m3compile.tower import Tower, make_tower
 from m3compile.weights import Checkpoint, load_module_state
 
-# What a peak is called unusual from, over the root mean square; of normal numbers it is 5 or 6.
+# What a peak is called unusual from, over the root mean square; of normal numbers it is about 5.
 UNUSUAL_RATIO = 30.0
 
 # Steps that progress counts inside a source.
