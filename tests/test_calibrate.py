@@ -400,7 +400,17 @@ def test_no_checkpoint(refused: Refused, tmp_path: Path) -> None:
     assert "does not exist" in refused(3, "calibrate", tmp_path / "gone", *line)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_no_device(refused: Refused, tmp_path: Path) -> None:
+def test_no_device(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = ("--input", IMAGES[0], "--out", tmp_path / "s", "--device", "cuda")
     assert "no usable CUDA device" in refused(4, "calibrate", GOLDEN_CHECKPOINT, *line)
+
+
+@pytest.mark.gpu
+def test_on_cuda(checkpoint: Checkpoint) -> None:
+    given = [source(random_rows(MIX), MIX)]
+    expected = amax_of(calibrate(checkpoint, given))
+    exact = calibrate(checkpoint, given, device="cuda")
+    assert amax_of(exact) == pytest.approx(expected, rel=1e-3)
+    rounded = calibrate(checkpoint, given, device="cuda", dtype="bfloat16")
+    assert amax_of(rounded) == pytest.approx(expected, rel=0.03)
