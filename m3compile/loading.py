@@ -13,10 +13,13 @@ from torch import Tensor
 from m3compile.artifact import (
     COMPILE_CACHE,
     EXPORTED,
+    FEW_ROWS_PROGRAM,
+    PROGRAM,
     WEIGHTS,
     Manifest,
     check_files,
     check_seal,
+    few_rows_uses,
     read_manifest,
 )
 from m3compile.config import build_config_from_mapping
@@ -127,10 +130,12 @@ def _bind(
 
         cache = folder / COMPILE_CACHE
         return ReducedProgram(folder / EXPORTED, cache, weights, device)
-    programs = [CompiledProgram(folder / name, weights, device) for name in manifest.programs]
-    if manifest.few_rows_tokens:
-        return SizedProgram(programs[1], 4 * manifest.few_rows_tokens, programs[0])
-    return programs[0]
+    every = CompiledProgram(folder / PROGRAM, weights, device)
+    if not manifest.few_rows_tokens:
+        return every
+    used = {name: tensor for name, tensor in weights.items() if few_rows_uses(name)}
+    few = CompiledProgram(folder / FEW_ROWS_PROGRAM, used, device)
+    return SizedProgram(few, 4 * manifest.few_rows_tokens, every)
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -177,6 +177,10 @@ def _open_artifact(folder: Path) -> _Source:
     """Weights of an artifact of any device: no machine is asked, since no code is loaded."""
     manifest = read_manifest(folder)
     check_files(folder, manifest)
+    if manifest.precision is not None:
+        raise RequestError(
+            f"{folder}: its weights are in fp8; export from the checkpoint that it was built from"
+        )
 
     def read(dtype: torch.dtype) -> dict[str, Tensor]:
         state = load_weights(folder, manifest, torch.device("cpu"))

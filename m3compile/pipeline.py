@@ -20,13 +20,14 @@ from torch import Tensor
 from m3compile import artifact
 from m3compile.artifact import (
     Manifest,
+    Precision,
     Provenance,
     Requirements,
     TensorSpec,
     program_inputs,
     program_outputs,
 )
-from m3compile.attention import choose_backend
+from m3compile.attention import Choice, choose_backend
 from m3compile.build.aoti import compile_package, require_compiler
 from m3compile.build.export import export_tower
 from m3compile.build.reduce_overhead import fill_cache, save_exported
@@ -42,12 +43,18 @@ from m3compile.errors import (
 from m3compile.host import Host, detect
 from m3compile.loading import load
 from m3compile.ops import OP_SCHEMA
+from m3compile.precision import choose_precision, fp8_bounds
 from m3compile.progress import Progress
 from m3compile.routes import measure_routes
 from m3compile.tower import make_tower
 from m3compile.verify import VerifyReport, verify_encoder
 from m3compile.version import VERSION
-from m3compile.weights import Checkpoint, init_checkpoint, load_module_state, open_checkpoint
+from m3compile.weights import (
+    Checkpoint,
+    init_checkpoint,
+    load_module_state,
+    open_checkpoint,
+)
 from m3compile.weights.files import read_json_object
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -103,18 +110,22 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             _check_preprocessor(checkpoint)
             dtype = _DTYPES[config.dtype]
             state = load_module_state(checkpoint, dtype, config.device, progress.advance)
+        tower = checkpoint.config
         with progress.stage("choose attention", seconds):
-            tower = checkpoint.config
-            backend, reason = choose_backend(
-                config.attention,
-                config.device,
-                config.dtype,
-                captured=is_captured(config),
-                num_heads=tower.num_attention_heads,
-                head_dim=tower.head_dim,
-            )
+            choice, attention_fp8 = _choose_attention(config, tower)
+        precision = None
+        if config.linear_dtype == "fp8" or attention_fp8:
+            with progress.stage("choose precision", seconds):
+                state, precision = choose_precision(
+                    checkpoint,
+                    config,
+                    state,
+                    choice.name,
+                    attention=attention_fp8,
+                    progress=progress,
+                )
         with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
-            _compile(config, tower, state, backend, staging, progress, seconds)
+            _compile(config, tower, state, choice.name, precision, staging, progress, seconds)
             with progress.stage("write weights", seconds):
                 save_file(state, staging / artifact.WEIGHTS)
                 # Written for this user alone; an artifact is served by other accounts too.
@@ -123,7 +134,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
                 if checkpoint.preprocessor_config is not None:
                     shutil.copyfile(checkpoint.preprocessor_config, staging / artifact.PREPROCESSOR)
                 host = detect(config.device, OP_SCHEMA)
-                manifest = _manifest(config, checkpoint, state, backend, reason, host)
+                manifest = _manifest(config, checkpoint, state, choice, precision, host)
                 for name in manifest.programs:
                     artifact.seal(staging / name, manifest)
             if config.engine == "reduce-overhead":
@@ -140,32 +151,65 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     return BuildReport(out, manifest, verification, seconds, list(checkpoint.warnings))
 
 
+def _choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, bool]:
+    """The backend, and whether it takes q, k and v in fp8: where asked for, and faster."""
+    assert config.device is not None
+    assert config.dtype is not None
+
+    def choose(dtype: str) -> Choice:
+        assert config.device is not None
+        return choose_backend(
+            config.attention,
+            config.device,
+            dtype,
+            captured=is_captured(config),
+            num_heads=tower.num_attention_heads,
+            head_dim=tower.head_dim,
+        )
+
+    whole = choose(config.dtype)
+    if config.attention_dtype != "fp8":
+        return whole, False
+    fp8 = choose("fp8")
+    # On a CPU there is nothing to gain: it is asked for to see what fp8 computes.
+    if config.device == "cpu" or fp8.is_faster_than(whole):
+        return fp8._replace(reason=f"in fp8, {fp8.reason}; in {config.dtype}, {whole.reason}"), True
+    reason = f"{whole.reason}; fp8 is not faster: {fp8.reason}"
+    return whole._replace(reason=reason), False
+
+
 def _compile(
     config: BuildConfig,
     tower: TowerConfig,
     state: dict[str, Tensor],
     backend: str,
+    precision: Precision | None,
     staging: Path,
     progress: Progress,
     seconds: dict[str, float],
 ) -> None:
     """Export and compile the program, and the one for few rows where the config asks for it."""
     passes = "triton" if config.device == "cuda" else "plain"
+    fast = precision is not None and precision.fast_accumulation
     if config.engine == "reduce-overhead":
         with progress.stage("export", seconds):
-            exported = export_tower(make_tower(tower, state, backend, passes), max_segments(config))
-            save_exported(exported, staging / artifact.EXPORTED)
+            module = make_tower(tower, state, backend, passes, fast)
+            save_exported(export_tower(module, max_segments(config)), staging / artifact.EXPORTED)
         return
-    programs = [("", passes, artifact.PROGRAM, MAX_TOKENS)]
+    programs = [("", passes, artifact.PROGRAM, MAX_TOKENS, state)]
     if config.specialize:
-        programs.append(
-            (" for few rows", "few_rows", artifact.FEW_ROWS_PROGRAM, config.specialize[-1])
-        )
-    for suffix, form, name, max_tokens in programs:
+        most = config.specialize[-1]
+        # Its own attention is never in fp8.
+        used = {
+            key: value
+            for key, value in state.items()
+            if not key.endswith(artifact.ATTENTION_SCALES)
+        }
+        programs.append((" for few rows", "few_rows", artifact.FEW_ROWS_PROGRAM, most, used))
+    for suffix, form, name, max_tokens, weights in programs:
         with progress.stage(f"export{suffix}", seconds):
-            exported = export_tower(
-                make_tower(tower, state, backend, form), max_segments(config), max_tokens
-            )
+            module = make_tower(tower, weights, backend, form, fast)
+            exported = export_tower(module, max_segments(config), max_tokens)
         with progress.stage(f"compile{suffix}", seconds):
             compile_package(exported, staging / name)
 
@@ -242,8 +286,8 @@ def _manifest(
     config: BuildConfig,
     checkpoint: Checkpoint,
     state: dict[str, Tensor],
-    backend: str,
-    reason: str,
+    choice: Choice,
+    precision: Precision | None,
     host: Host,
 ) -> Manifest:
     assert config.device is not None
@@ -255,7 +299,8 @@ def _manifest(
         format_version=artifact.FORMAT_VERSION,
         tower=tower,
         build=config,
-        bounds=BOUNDS[config.dtype],
+        bounds=BOUNDS[config.dtype] if precision is None else fp8_bounds(config),
+        precision=precision,
         ladder=config.budgets,
         few_rows_tokens=max(config.specialize or (0,)),
         max_segments=slots,
@@ -275,8 +320,8 @@ def _manifest(
             device=config.device,
             gpu_arch=host.gpu_arch if config.device == "cuda" else None,
             cuda=host.cuda if config.device == "cuda" else None,
-            attention_backend=backend,
-            attention_version=host.attention_versions[backend],
+            attention_backend=choice.name,
+            attention_version=host.attention_versions[choice.name],
             op_schema=OP_SCHEMA,
         ),
         files={},
@@ -289,6 +334,6 @@ def _manifest(
             # The tiny checkpoint that a build makes for itself is gone by now.
             checkpoint=str(checkpoint.path.resolve()) if config.checkpoint else None,
             checkpoint_files={path.name: path.stat().st_size for path in checkpoint.files},
-            attention_reason=reason,
+            attention_reason=choice.reason,
         ),
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from m3compile.artifact import ATTENTION_SCALES, WEIGHT_SCALE
 from m3compile.attention import attention_schedule
 from m3compile.config import TowerConfig
 from m3compile.kernels import Kernels, Located, kernels
@@ -41,7 +42,7 @@ class Block(nn.Module):
         self.fc1 = nn.Linear(size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, size)
         # (3,) float32, what q, k and v in fp8 are to be multiplied with.
-        self.register_parameter("attention_scales", None)
+        self.register_parameter(ATTENTION_SCALES, None)
 
     def attend(self, normed: Rows, located: Located, schedule: Tensor | None) -> Rows:
         """(P, H), `norm1` of the residual, to what `out_proj` takes."""
@@ -193,11 +194,11 @@ def make_tower(
         tower = Tower(config, backend, passes)
         for name in state:
             owner, _, parameter = name.rpartition(".")
-            if parameter == "weight_scale":
+            if parameter == WEIGHT_SCALE:
                 linear = tower.get_submodule(owner)
                 sizes = linear.in_features, linear.out_features
                 tower.set_submodule(owner, Fp8Linear(*sizes, fast_accumulation))
-            elif parameter == "attention_scales":
+            elif parameter == ATTENTION_SCALES:
                 tower.get_submodule(owner).attention_scales = nn.Parameter(torch.empty(3), False)
     tower.load_state_dict(state, assign=True)
     return tower.eval().requires_grad_(False)

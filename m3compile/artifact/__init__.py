@@ -16,6 +16,7 @@ files that its manifest lists and MAY hold others, which are ignored.
 
 from m3compile.artifact.files import check_files, file_digest, list_files, read_json
 from m3compile.artifact.manifest import (
+    ATTENTION_SCALES,
     COMPILE_CACHE,
     EXPORTED,
     FEW_ROWS_PROGRAM,
@@ -24,6 +25,7 @@ from m3compile.artifact.manifest import (
     PREPROCESSOR,
     PROGRAM,
     VERIFY,
+    WEIGHT_SCALE,
     WEIGHTS,
     FileEntry,
     KeptLayer,
@@ -32,12 +34,14 @@ from m3compile.artifact.manifest import (
     Provenance,
     Requirements,
     TensorSpec,
+    few_rows_uses,
 )
 from m3compile.artifact.publish import check_target, publishing
 from m3compile.artifact.reading import read_manifest, write_manifest
 from m3compile.artifact.seal import check_seal, program_inputs, program_outputs, seal
 
 __all__ = [
+    "ATTENTION_SCALES",
     "COMPILE_CACHE",
     "EXPORTED",
     "FEW_ROWS_PROGRAM",
@@ -47,6 +51,7 @@ __all__ = [
     "PROGRAM",
     "VERIFY",
     "WEIGHTS",
+    "WEIGHT_SCALE",
     "FileEntry",
     "KeptLayer",
     "Manifest",
@@ -57,6 +62,7 @@ __all__ = [
     "check_files",
     "check_seal",
     "check_target",
+    "few_rows_uses",
     "file_digest",
     "list_files",
     "program_inputs",

@@ -17,6 +17,15 @@ WEIGHTS = "weights.safetensors"
 VERIFY = "verify.json"
 PREPROCESSOR = "preprocessor_config.json"
 
+# How the weights end that fp8 adds: scales of a linear layer's channels, and of q, k and v.
+WEIGHT_SCALE = "weight_scale"
+ATTENTION_SCALES = "attention_scales"
+
+
+def few_rows_uses(name: str) -> bool:
+    """Whether the program for few rows has a weight; its attention is never in fp8."""
+    return not name.endswith(f".{ATTENTION_SCALES}")
+
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tensor by name; a size is a number or the name of a symbolic one."""

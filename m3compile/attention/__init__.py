@@ -2,6 +2,6 @@
 
 from m3compile.attention.fp8 import fp8_attention
 from m3compile.attention.op import attention_schedule, varlen_attention
-from m3compile.attention.select import choose_backend
+from m3compile.attention.select import Choice, choose_backend
 
-__all__ = ["attention_schedule", "choose_backend", "fp8_attention", "varlen_attention"]
+__all__ = ["Choice", "attention_schedule", "choose_backend", "fp8_attention", "varlen_attention"]

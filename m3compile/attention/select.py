@@ -5,17 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from m3compile.attention.backends import LARGE_ROWS, implementation, run_on_cuda
+from m3compile.attention.fp8 import fp8_attention
 from m3compile.attention.reference import attend_segments
 from m3compile.config.backends import BackendFacts, candidates
+from m3compile.config.scales import FP8_MAX
 from m3compile.errors import DependencyError, OperationError
 
 # FlashAttention in bf16 lands near 3e-3 of fp32; an error of boundaries or scale is of order 1.
 _SELF_CHECK_ERROR = 2e-2
+# e4m3 has three bits behind the point, and no backend keeps the softmax's weights in more.
+_FP8_SELF_CHECK_ERROR = 0.12
+# Scales for numbers of a normal distribution.
+_FP8_SCALE = 6 / FP8_MAX
 
 # A run on either side of where an implementation may change its kernel.
 _CHECKED_ROWS = (2048, LARGE_ROWS + 256)
@@ -26,9 +34,27 @@ _SLOTS = 128
 _CALLS = 10
 
 
+class Choice(NamedTuple):
+    """A backend that was chosen.
+
+    Attributes:
+        name: of the implementation.
+        reason: a sentence saying why.
+        microseconds: of a call at each of the sizes it was timed on; empty on a CPU.
+    """
+
+    name: str
+    reason: str
+    microseconds: tuple[float, ...]
+
+    def is_faster_than(self, other: Choice) -> bool:
+        """By the geometric mean: a backend is as good as it is at every size."""
+        return math.prod(self.microseconds) < math.prod(other.microseconds)
+
+
 def choose_backend(
     name: str, device: str, dtype: str, *, captured: bool, num_heads: int, head_dim: int
-) -> tuple[str, str]:
+) -> Choice:
     """Resolve a backend's name to one implementation.
 
     On a GPU every installed candidate is checked against plain fp32 attention, and the fastest of
@@ -36,12 +62,9 @@ def choose_backend(
 
     Args:
         name: what the user asked for, `auto` included.
-        device, dtype: where and in what it will run.
+        device, dtype: where and in what it will run; `fp8` for e4m3 with static scales.
         captured: whether CUDA graphs will be captured.
         num_heads, head_dim: of the tower.
-
-    Returns:
-        The implementation's name, and a sentence saying why it was chosen.
 
     Raises:
         ConfigError: no implementation of that name can serve; with the reason.
@@ -49,7 +72,7 @@ def choose_backend(
     """
     found = candidates(name, device, dtype, captured=captured)
     if device == "cpu":
-        return found[0].name, "the one that runs on cpu"
+        return Choice(found[0].name, "the one that runs on cpu", ())
     times: dict[str, list[float]] = {}
     reasons: list[str] = []
     for facts in found:
@@ -59,14 +82,15 @@ def choose_backend(
             reasons.append(f"{facts.name}: {str(error).splitlines()[0]}")
     if not times:
         raise OperationError(f"no attention backend for {name} works here: " + "; ".join(reasons))
-    # The geometric mean: a backend is as good as it is at every size, not at the slowest.
+    # As `Choice.is_faster_than`.
     best = min(times, key=lambda key: math.prod(times[key]))
     shown = ", ".join(
         f"{key} {' / '.join(f'{value:.0f}' for value in values)} us"
         for key, values in times.items()
     )
     rejected = f"; not usable: {'; '.join(reasons)}" if reasons else ""
-    return best, f"fastest that passed its self-check ({shown}{rejected})"
+    reason = f"fastest that passed its self-check ({shown}{rejected})"
+    return Choice(best, reason, tuple(times[best]))
 
 
 def _check_and_time(
@@ -74,39 +98,63 @@ def _check_and_time(
 ) -> list[float]:
     """Microseconds of a call at each of `_TIMED`; OperationError where the result is wrong."""
     implementation(facts.name)
+    allowed = _FP8_SELF_CHECK_ERROR if dtype == "fp8" else _SELF_CHECK_ERROR
+    # What is quantised is made in bfloat16, as a product makes it.
+    source = torch.bfloat16 if dtype == "fp8" else getattr(torch, dtype)
     for rows in _CHECKED_ROWS:
-        q, k, v, cu_seqlens = self_check_inputs(rows, num_heads, head_dim, getattr(torch, dtype))
-        got = run_on_cuda(q, k, v, cu_seqlens, facts.name)
+        q, k, v, cu_seqlens = self_check_inputs(rows, num_heads, head_dim, source)
+        got = _call(facts.name, dtype, q, k, v, cu_seqlens, True)()
         expected = attend_segments(q.float(), k.float(), v.float(), cu_seqlens)
-        error = float((got.float() - expected).norm() / expected.norm())
-        if not error <= _SELF_CHECK_ERROR:
+        real = int(cu_seqlens[-1]) if dtype == "fp8" else rows
+        error = float((got.float() - expected)[:real].norm() / expected.norm())
+        if not error <= allowed:
             raise OperationError(
-                f"differs from plain attention by {error:.1e}; allowed: {_SELF_CHECK_ERROR:.0e}"
+                f"differs from plain attention by {error:.1e}; allowed: {allowed:.0e}"
             )
     return [
-        _time(facts.name, lengths, captured, num_heads, head_dim, getattr(torch, dtype))
+        _time(facts.name, dtype, source, lengths, captured, num_heads, head_dim)
         for lengths in _TIMED
     ]
 
 
+def _call(
+    backend: str,
+    dtype: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    zero_padding: bool,
+) -> Callable[[], Tensor]:
+    """A call of the op in a dtype; fp8 has no choice about padding, which it leaves as it is."""
+    if dtype != "fp8":
+        return lambda: run_on_cuda(q, k, v, cu_seqlens, backend, zero_padding)
+    scales = torch.full((3,), _FP8_SCALE, device=q.device)
+    q, k, v = (
+        (part / _FP8_SCALE).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn) for part in (q, k, v)
+    )
+    return lambda: fp8_attention(q, k, v, scales, cu_seqlens, backend)
+
+
 def _time(
     backend: str,
+    dtype: str,
+    source: torch.dtype,
     lengths: tuple[int, ...],
     captured: bool,
     num_heads: int,
     head_dim: int,
-    dtype: torch.dtype,
 ) -> float:
     """Median microseconds of one call; captured, since launching from Python would drown it."""
     num_rows = sum(lengths)
-    q, k, v = torch.randn(3, num_rows, num_heads, head_dim, device="cuda", dtype=dtype).unbind(0)
+    q, k, v = torch.randn(3, num_rows, num_heads, head_dim, device="cuda", dtype=source).unbind(0)
     ends = torch.full((_SLOTS + 1,), num_rows, dtype=torch.int32)
     ends[: len(lengths) + 1] = torch.tensor([0, *itertools.accumulate(lengths)])
-    cu_seqlens = ends.cuda()
+    call = _call(backend, dtype, q, k, v, ends.cuda(), False)
 
     def calls() -> None:
         for _ in range(_CALLS):
-            run_on_cuda(q, k, v, cu_seqlens, backend, False)
+            call()
 
     stream = torch.cuda.Stream()
     run = calls

@@ -16,6 +16,7 @@ from m3compile.bench.runners import EagerRunner, Runner
 from m3compile.config.backends import BACKENDS
 from m3compile.loading import load_weights
 from m3compile.tower import make_tower
+from m3compile.weights import whole_state
 
 
 class Peers(NamedTuple):
@@ -33,10 +34,11 @@ def make_peers(folder: Path, manifest: Manifest, device: torch.device) -> Peers:
     """
     config, backend = manifest.tower, manifest.requirements.attention_backend
     weights = load_weights(folder, manifest, device)
+    if manifest.precision is not None:
+        # They run without fp8: on the numbers that the weights stand for.
+        weights = whole_state(weights, getattr(torch, manifest.dtype))
     tower = make_tower(config, weights, backend)
-    exact = make_tower(
-        config, {name: tensor.to(torch.float32) for name, tensor in weights.items()}, "TORCH_SDPA"
-    )
+    exact = make_tower(config, whole_state(weights, torch.float32), "TORCH_SDPA")
     judge = Judge(exact, None if manifest.dtype == "float32" else tower, manifest.bounds)
     runners: list[Runner] = [EagerRunner(tower)]
     notes: list[str] = []

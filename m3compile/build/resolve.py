@@ -28,14 +28,17 @@ def resolve(config: BuildConfig) -> BuildConfig:
         out=config.out or str(Path("exported") / name),
         budgets=config.budgets or _default_budgets(config.engine),
     )
-    if resolved.attention_dtype not in (None, resolved.dtype):
+    for key in ("attention_dtype", "linear_dtype"):
+        if getattr(resolved, key) not in (None, resolved.dtype, "fp8"):
+            raise ConfigError(
+                f"{key} is {getattr(resolved, key)!r}; allowed: {resolved.dtype} (the dtype of the "
+                "build) and fp8"
+            )
+    if device == "cuda" and resolved.is_fp8 and resolved.dtype != "bfloat16":
         raise ConfigError(
-            f"attention_dtype is {resolved.attention_dtype!r}; allowed: {resolved.dtype} "
-            "(the dtype of the build)"
+            f"dtype is {resolved.dtype!r} with fp8 on cuda; allowed: bfloat16, in which its "
+            "products and attention return"
         )
-    # Accepted by the config, and not built yet: refused rather than left out in silence.
-    if resolved.fp8_scales is not None:
-        raise ConfigError(f"fp8_scales is {resolved.fp8_scales!r}; allowed: null")
     return msgspec.structs.replace(resolved, specialize=_specialize(resolved))
 
 

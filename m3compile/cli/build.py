@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.cli.precision import fp8_line
 from m3compile.config.build import (
     ATTENTION_NAMES,
     DEVICES,
@@ -37,6 +38,14 @@ _DEFAULT_CONFIG = Path("build.yaml")
 @click.option("--max-items", help="Most segments in one run. Default: 128.")
 @click.option("--attention", help=f"One of {', '.join(ATTENTION_NAMES)}. Default: auto.")
 @click.option("--engine", help=f"{' or '.join(ENGINES)}. Default: aoti.")
+@click.option("--linear-dtype", help="fp8 for linear layers in fp8. Default: the dtype.")
+@click.option("--attention-dtype", help="fp8, with --fp8-scales. Default: the dtype.")
+@click.option("--fp8-scales", metavar="FILE", help="Static scales, of calibrate or of vLLM.")
+@click.option(
+    "--fp8-inputs",
+    metavar="FILE",
+    help="Safetensors file with pixel_values and grid_thw, to decide on what may be in fp8.",
+)
 @click.option("--force", is_flag=True, help="Replace an artifact of the same name.")
 def build(config_file: str | None, **flags: Any) -> None:
     """Compile CHECKPOINT, verify it against eager, and write an artifact.
@@ -64,6 +73,8 @@ def build(config_file: str | None, **flags: Any) -> None:
         f"{manifest.requirements.attention_backend} ({manifest.provenance.attention_reason})",
         markup=False,
     )
+    if manifest.precision is not None:
+        out.print(f"  {fp8_line(manifest.precision)}", markup=False)
     out.print(
         f"  {len(manifest.ladder)} budgets from {manifest.ladder[0]} to {manifest.ladder[-1]} "
         f"tokens, weights {weights / 1e6:.1f} MB",

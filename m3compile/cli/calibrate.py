@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from m3compile.cli.console import StageProgress, stderr, stdout, table
-from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows, read_rows
+from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows
 from m3compile.config import BuildConfig, preprocess_config_for_tower
 from m3compile.config.build import DEVICES, DTYPES
 from m3compile.config.scales import write_scales
@@ -106,6 +106,7 @@ def _check_out(out: str, force: bool) -> None:
 def _sources(inputs: tuple[str, ...], checkpoint: Checkpoint) -> list[Source]:
     from m3compile.calibrate import Source
     from m3compile.images import load_images
+    from m3compile.rows import read_rows
     from m3compile.weights.files import read_json_object
 
     path = checkpoint.preprocessor_config

@@ -11,7 +11,7 @@ import click
 
 from m3compile.artifact import PREPROCESSOR, Manifest, read_json
 from m3compile.cli.console import StageProgress, stderr, stdout
-from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows, read_rows
+from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows
 from m3compile.config import preprocess_config_for_tower
 from m3compile.config.build import DEVICES
 from m3compile.errors import RequestError
@@ -83,6 +83,8 @@ def _read(
     if any(has_rows(name) for name in inputs):
         if len(inputs) > 1:
             raise RequestError("--input takes one safetensors file, or image files")
+        from m3compile.rows import read_rows
+
         return read_rows(inputs[0])
     from m3compile.images import load_images
 

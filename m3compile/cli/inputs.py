@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import click
 
-from m3compile.errors import InputError, InputNotFoundError
-
-if TYPE_CHECKING:
-    import torch
+from m3compile.errors import InputNotFoundError
 
 
 class ManyInputs(click.Command):
@@ -41,22 +37,3 @@ def check_inputs(names: tuple[str, ...]) -> None:
 def has_rows(name: str) -> bool:
     """Whether a file holds rows that a processor made, going by its name; else it is an image."""
     return name.lower().endswith(".safetensors")
-
-
-def read_rows(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`pixel_values` and `grid_thw` of a safetensors file, as they are.
-
-    Raises:
-        InputError: the file is none, or lacks one of them.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(name, framework="pt") as file:
-            keys = set(file.keys())
-            missing = [key for key in ("pixel_values", "grid_thw") if key not in keys]
-            if missing:
-                raise InputError(f"{name}: tensor {missing[0]} is missing; found {sorted(keys)}")
-            return file.get_tensor("pixel_values"), file.get_tensor("grid_thw")
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{name}: not a readable safetensors file: {error}") from None

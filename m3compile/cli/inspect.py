@@ -18,6 +18,7 @@ from m3compile.artifact import (
     read_manifest,
 )
 from m3compile.cli.console import stdout, table
+from m3compile.cli.precision import fp8_line
 from m3compile.errors import ArtifactDamagedError
 
 
@@ -56,6 +57,8 @@ def _show(folder: Path, manifest: Manifest) -> None:
         "budgets": " ".join(map(str, manifest.ladder)) + f" tokens, at most "
         f"{manifest.max_segments} segments",
     }
+    if manifest.precision is not None:
+        facts["fp8"] = fp8_line(manifest.precision).removeprefix("fp8: ")
     if VERIFY in manifest.files:
         facts["verified"] = _summary(folder / VERIFY)
     for name, value in facts.items():

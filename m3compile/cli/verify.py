@@ -50,6 +50,9 @@ def _show(report: VerifyReport) -> None:
             "ok" if row.passed else "FAILED",
         )
     console.print(rows)
+    if report.bounds.relative_error is not None and report.bounds.cosine is not None:
+        # The bounds of fp8, which is where single tokens matter.
+        _show_worst(report)
     if report.reference == "artifact weights":
         console.print(
             "The reference used the artifact's own weights: this proves the program, not the "
@@ -57,3 +60,15 @@ def _show(report: VerifyReport) -> None:
             markup=False,
         )
     console.print(("ok: " if report.passed else "FAILED: ") + report.summary, markup=False)
+
+
+def _show_worst(report: VerifyReport) -> None:
+    rows = table("The tokens farthest from eager float32", "route", "item", "token", "cosine")
+    for token in report.worst_tokens:
+        rows.add_row(
+            f"{token.route} {token.budget or ''}".strip(),
+            " x ".join(map(str, token.grid)),
+            str(token.token),
+            f"{token.cosine:.6f}",
+        )
+    stdout().print(rows)

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from m3compile.config.scales import FP8_MAX
+
 FP8 = torch.float8_e4m3fn
-# The largest finite e4m3 number; what is larger would become NaN.
-FP8_MAX = 448.0
 
 FP8_PRODUCT_SCHEMA = (
     "fp8_product(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale, Tensor bias, "
@@ -86,7 +86,7 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """`x / scale` in e4m3; what lies beyond its range becomes its largest number."""
+    """`x / scale` in e4m3; what lies beyond its range becomes its largest number, not NaN."""
     return (x.to(torch.float32) / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 

@@ -4,7 +4,6 @@ from m3compile.weights.checkpoint import Checkpoint, TensorSource, open_checkpoi
 from m3compile.weights.load import load_module_state, load_tower_state
 from m3compile.weights.naming import NAMINGS, checkpoint_name
 from m3compile.weights.quantise import (
-    ATTENTION_SCALES,
     attention_scales,
     fp8_linears,
     quantised_weights,
@@ -14,7 +13,6 @@ from m3compile.weights.random_checkpoint import init_checkpoint
 from m3compile.weights.table import tower_tensor_shapes, tower_tensors
 
 __all__ = [
-    "ATTENTION_SCALES",
     "NAMINGS",
     "Checkpoint",
     "TensorSource",

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from m3compile.artifact import ATTENTION_SCALES, WEIGHT_SCALE
 from m3compile.config import TowerConfig
 from m3compile.config.scales import LayerScales
 from m3compile.kernels.fp8 import quantise_weight
@@ -14,8 +15,6 @@ from m3compile.weights.table import tower_tensor_shapes
 
 # Products in fp8 take inputs and outputs by this many.
 _MULTIPLE = 16
-WEIGHT_SCALE = "weight_scale"
-ATTENTION_SCALES = "attention_scales"
 
 
 def fp8_linears(config: TowerConfig) -> tuple[str, ...]:

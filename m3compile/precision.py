@@ -1,0 +1,253 @@
+"""What of an encoder may run in fp8: measured against eager float32, layer by layer where needed.
+
+All that is asked for is tried together. Where that breaks the bound, every layer is tried alone,
+and the worst ones stay in the artifact's dtype: as few as hold the bound, found by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from m3compile.artifact import KeptLayer, Precision
+from m3compile.batch import check_batch
+from m3compile.config import Bounds, BuildConfig, TowerConfig
+from m3compile.config.scales import read_scales
+from m3compile.errors import InputError, VerificationError
+from m3compile.progress import Progress
+from m3compile.rows import read_rows
+from m3compile.tower import make_tower
+from m3compile.verify.cases import Grid, random_pixels
+from m3compile.verify.judge import broken_bound, eager, relative_error
+from m3compile.weights import (
+    Checkpoint,
+    attention_scales,
+    fp8_linears,
+    load_module_state,
+    quantised_weights,
+)
+
+ATTENTION = "attention"
+
+# A thumbnail, on which layers are ranked; a photo and a clip.
+_GRIDS: tuple[Grid, ...] = ((1, 16, 16), (1, 32, 32), (2, 8, 8))
+# Of the items in a file.
+_MOST_ITEMS = 16
+# What may be used up here of the distance to the bound: among more items some are worse, and among
+# more tokens the worst is farther out.
+_ERROR_SHARE, _COSINE_SHARE = 0.95, 0.75
+# Stands for every error that large, and for NaN: a manifest holds numbers.
+_USELESS = 1e6
+
+
+class Item(NamedTuple):
+    """Pixels (t*h*w, patch_dim) of one item, its grid, and its (tokens, O) in eager float32."""
+
+    pixels: Tensor
+    grid: Grid
+    expected: Tensor
+
+
+class Measured(NamedTuple):
+    """The largest relative error of an item, and the smallest cosine of a token."""
+
+    error: float
+    cosine: float
+
+
+def fp8_bounds(config: BuildConfig) -> Bounds:
+    """What an artifact in fp8 is held to."""
+    return Bounds(relative_error=config.fp8_max_error, cosine=config.fp8_min_cosine)
+
+
+def choose_precision(
+    checkpoint: Checkpoint,
+    config: BuildConfig,
+    state: dict[str, Tensor],
+    backend: str,
+    *,
+    attention: bool,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Tensor], Precision]:
+    """Decide what runs in fp8, and quantise it.
+
+    Args:
+        checkpoint: what `state` came from; its float32 values are the reference.
+        config: resolved; `linear_dtype` says whether linear layers are asked for.
+        state: in the build's dtype, by the tower's names.
+        backend: of the attention op; one that takes fp8 where `attention` is set.
+        attention: whether attention is asked for.
+
+    Returns:
+        The tower's state with what is in fp8, and the record for the manifest.
+
+    Raises:
+        VerificationError: nothing that was asked for holds the bound.
+        ConfigError, InputError: the scales or the inputs cannot be read or do not fit.
+    """
+    assert config.device is not None
+    tower = checkpoint.config
+    linears = fp8_linears(tower) if config.linear_dtype == "fp8" else ()
+    scales: dict[str, Tensor] = {}
+    if attention:
+        assert config.fp8_scales is not None
+        found = read_scales(Path(config.fp8_scales), tower.num_hidden_layers)
+        scales = attention_scales(found.attention, config.device)
+    exact = load_module_state(checkpoint, torch.float32, config.device)
+    trial = _Trial(
+        tower,
+        state,
+        quantised_weights(exact, linears),
+        scales,
+        backend,
+        _items(config, tower, exact),
+    )
+    del exact
+    asked = [*linears, *([ATTENTION] if attention else [])]
+    search = _Search(trial, fp8_bounds(config), config.device == "cuda", progress)
+    kept, fast = search.run(asked)
+    chosen = [name for name in asked if name not in {layer.name for layer in kept}]
+    if not chosen:
+        raise VerificationError(
+            f"no layer holds an error of {config.fp8_max_error} and a cosine of "
+            f"{config.fp8_min_cosine} in fp8; raise fp8_max_error, or leave fp8 out"
+        )
+    measured = trial.measure(chosen, fast)
+    return trial.state_with(chosen), Precision(
+        linears=tuple(name for name in chosen if name != ATTENTION),
+        attention=ATTENTION in chosen,
+        fast_accumulation=fast,
+        kept=tuple(kept),
+        inputs=Path(config.fp8_inputs).name if config.fp8_inputs else "random",
+        max_error=measured.error,
+        min_cosine=measured.cosine,
+    )
+
+
+class _Trial:
+    """The eager tower in the build's dtype, with any of its layers in fp8."""
+
+    def __init__(
+        self,
+        tower: TowerConfig,
+        state: dict[str, Tensor],
+        quantised: dict[str, Tensor],
+        scales: dict[str, Tensor],
+        backend: str,
+        items: Sequence[Item],
+    ) -> None:
+        self._tower = tower
+        self._state = state
+        self._quantised = quantised
+        self._scales = scales
+        self._backend = backend
+        self._items = items
+        self._dtype = state["patch_embed.weight"].dtype
+
+    def state_with(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The tower's state with the named layers in fp8."""
+        wanted = set(names)
+        changed = {
+            name: tensor
+            for name, tensor in self._quantised.items()
+            if name.rpartition(".")[0] in wanted
+        }
+        return {**self._state, **changed, **(self._scales if ATTENTION in wanted else {})}
+
+    def measure(
+        self, names: Collection[str], fast: bool, most_items: int = _MOST_ITEMS
+    ) -> Measured:
+        """How far the tower is from eager float32 with the named layers in fp8.
+
+        On the first `most_items` items.
+        """
+        tower = make_tower(
+            self._tower, self.state_with(names), self._backend, fast_accumulation=fast
+        )
+        errors, cosines = [], []
+        for item in self._items[:most_items]:
+            got = eager(tower, item.pixels.to(self._dtype), item.grid).to(torch.float32)
+            errors.append(relative_error(got, item.expected))
+            cosines.append(float(torch.cosine_similarity(got, item.expected, dim=1).min()))
+        return Measured(max(errors), min(cosines))
+
+
+class _Search:
+    """Finds the fewest layers to keep in the build's dtype."""
+
+    def __init__(
+        self, trial: _Trial, bounds: Bounds, has_fast: bool, progress: Progress | None
+    ) -> None:
+        assert bounds.relative_error is not None
+        assert bounds.cosine is not None
+        self._trial = trial
+        # What other items must still find room in.
+        self._bounds = Bounds(
+            relative_error=_ERROR_SHARE * bounds.relative_error,
+            cosine=1 - _COSINE_SHARE * (1 - bounds.cosine),
+        )
+        self._has_fast = has_fast
+        self._progress = progress or Progress()
+
+    def run(self, asked: Sequence[str]) -> tuple[list[KeptLayer], bool]:
+        """The layers to keep, worst first, and whether sums may be kept in fewer bits."""
+        for fast in (True, False) if self._has_fast else (False,):
+            if self._holds(asked, fast):
+                return [], fast
+        alone = {}
+        for done, name in enumerate(asked, 1):
+            # A layer that makes the result NaN is the worst there is.
+            error = self._trial.measure([name], False, 1).error
+            alone[name] = min(error, _USELESS) if error == error else _USELESS
+            self._progress.advance(done, len(asked))
+        ranked = sorted(asked, key=lambda name: -alone[name])
+        fewest, most = 1, len(ranked)
+        while fewest < most:
+            middle = (fewest + most) // 2
+            if self._holds(ranked[middle:], False):
+                most = middle
+            else:
+                fewest = middle + 1
+        fast = self._has_fast and self._holds(ranked[fewest:], True)
+        return [KeptLayer(name=name, error=alone[name]) for name in ranked[:fewest]], fast
+
+    def _holds(self, names: Collection[str], fast: bool) -> bool:
+        error, cosine = self._trial.measure(names, fast)
+        return not broken_bound(self._bounds, _GRIDS[0], error, cosine, None)
+
+
+def _items(config: BuildConfig, tower: TowerConfig, exact: dict[str, Tensor]) -> list[Item]:
+    """What is measured on: the first items of a file, or random ones."""
+    reference = make_tower(tower, exact, "TORCH_SDPA")
+    found = _random_items(tower) if config.fp8_inputs is None else _file_items(config, tower)
+    items = []
+    for pixels, grid in found:
+        on_device = pixels.to(config.device, torch.float32)
+        items.append(Item(on_device, grid, eager(reference, on_device, grid)))
+    return items
+
+
+def _random_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+    fitting = [grid for grid in _GRIDS if grid[0] <= tower.vision_segment_max_frames]
+    return [(random_pixels(grid, tower.patch_dim), grid) for grid in fitting]
+
+
+def _file_items(config: BuildConfig, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+    assert config.fp8_inputs is not None
+    pixel_values, grid_thw = read_rows(config.fp8_inputs)
+    try:
+        batch = check_batch(pixel_values, grid_thw, tower)
+    except InputError as error:
+        raise InputError(f"fp8_inputs {config.fp8_inputs}: {error}") from None
+    if not batch.grids:
+        raise InputError(f"fp8_inputs {config.fp8_inputs}: holds no items; expected at least one")
+    if not bool(pixel_values.isfinite().all()):
+        raise InputError(f"fp8_inputs {config.fp8_inputs}: has pixels that are not finite")
+    return [
+        (pixel_values[start:end], grid)
+        for start, end, grid in zip(batch.starts[:-1], batch.starts[1:], batch.grids, strict=True)
+    ][:_MOST_ITEMS]
