@@ -32,7 +32,14 @@ from m3compile.build.aoti import compile_package, require_compiler
 from m3compile.build.export import export_tower
 from m3compile.build.reduce_overhead import fill_cache, save_exported
 from m3compile.build.resolve import is_captured, max_segments, resolve
-from m3compile.config import BOUNDS, TINY, BuildConfig, TowerConfig, preprocess_config_for_tower
+from m3compile.config import (
+    BOUNDS,
+    TINY,
+    Bounds,
+    BuildConfig,
+    TowerConfig,
+    preprocess_config_for_tower,
+)
 from m3compile.config.backends import candidates
 from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import (
@@ -43,7 +50,7 @@ from m3compile.errors import (
 from m3compile.host import Host, detect
 from m3compile.loading import load
 from m3compile.ops import OP_SCHEMA
-from m3compile.precision import choose_precision, fp8_bounds
+from m3compile.precision import choose_precision, fp8_request
 from m3compile.progress import Progress
 from m3compile.routes import measure_routes
 from m3compile.tower import make_tower
@@ -108,21 +115,18 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
         with progress.stage("read checkpoint", seconds):
             checkpoint = open_checkpoint(folder)
             _check_preprocessor(checkpoint)
+            request = fp8_request(config, checkpoint.config)
             dtype = _DTYPES[config.dtype]
             state = load_module_state(checkpoint, dtype, config.device, progress.advance)
         tower = checkpoint.config
         with progress.stage("choose attention", seconds):
-            choice, attention_fp8 = _choose_attention(config, tower)
+            choice, is_fp8 = _choose_attention(config, tower)
+            request = request if is_fp8 else request._replace(scales=None)
         precision = None
-        if config.linear_dtype == "fp8" or attention_fp8:
+        if request.linears or request.scales:
             with progress.stage("choose precision", seconds):
                 state, precision = choose_precision(
-                    checkpoint,
-                    config,
-                    state,
-                    choice.name,
-                    attention=attention_fp8,
-                    progress=progress,
+                    checkpoint, request, state, choice.name, progress
                 )
         with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
             _compile(config, tower, state, choice.name, precision, staging, progress, seconds)
@@ -134,7 +138,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
                 if checkpoint.preprocessor_config is not None:
                     shutil.copyfile(checkpoint.preprocessor_config, staging / artifact.PREPROCESSOR)
                 host = detect(config.device, OP_SCHEMA)
-                manifest = _manifest(config, checkpoint, state, choice, precision, host)
+                bounds = BOUNDS[config.dtype] if precision is None else request.bounds
+                manifest = _manifest(config, checkpoint, state, choice, precision, bounds, host)
                 for name in manifest.programs:
                     artifact.seal(staging / name, manifest)
             if config.engine == "reduce-overhead":
@@ -288,6 +293,7 @@ def _manifest(
     state: dict[str, Tensor],
     choice: Choice,
     precision: Precision | None,
+    bounds: Bounds,
     host: Host,
 ) -> Manifest:
     assert config.device is not None
@@ -299,7 +305,7 @@ def _manifest(
         format_version=artifact.FORMAT_VERSION,
         tower=tower,
         build=config,
-        bounds=BOUNDS[config.dtype] if precision is None else fp8_bounds(config),
+        bounds=bounds,
         precision=precision,
         ladder=config.budgets,
         few_rows_tokens=max(config.specialize or (0,)),

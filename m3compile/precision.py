@@ -16,7 +16,7 @@ from torch import Tensor
 from m3compile.artifact import KeptLayer, Precision
 from m3compile.batch import check_batch
 from m3compile.config import Bounds, BuildConfig, TowerConfig
-from m3compile.config.scales import read_scales
+from m3compile.config.scales import LayerScales, read_scales
 from m3compile.errors import InputError, VerificationError
 from m3compile.progress import Progress
 from m3compile.rows import read_rows
@@ -52,6 +52,24 @@ class Item(NamedTuple):
     expected: Tensor
 
 
+class Fp8Request(NamedTuple):
+    """What is asked for in fp8, with the files that it names read and checked.
+
+    Attributes:
+        linears: the linear layers; empty where they are not asked for.
+        scales: of attention in every layer; None where it is not asked for.
+        items: pixels and grid of what it is measured on; None for random ones.
+        inputs: the name of their file, or `random`.
+        bounds: what the artifact is held to.
+    """
+
+    linears: tuple[str, ...]
+    scales: tuple[LayerScales, ...] | None
+    items: list[tuple[Tensor, Grid]] | None
+    inputs: str
+    bounds: Bounds
+
+
 class Measured(NamedTuple):
     """The largest relative error of an item, and the smallest cosine of a token."""
 
@@ -59,62 +77,67 @@ class Measured(NamedTuple):
     cosine: float
 
 
-def fp8_bounds(config: BuildConfig) -> Bounds:
-    """What an artifact in fp8 is held to."""
-    return Bounds(relative_error=config.fp8_max_error, cosine=config.fp8_min_cosine)
+def fp8_request(config: BuildConfig, tower: TowerConfig) -> Fp8Request:
+    """What a build asks for in fp8.
+
+    Raises:
+        ConfigError, InputError: its scales or its inputs cannot be read or do not fit.
+    """
+    scales, items = None, None
+    if config.attention_dtype == "fp8":
+        assert config.fp8_scales is not None
+        scales = read_scales(Path(config.fp8_scales), tower.num_hidden_layers).attention
+    if config.fp8_inputs is not None:
+        items = _file_items(config.fp8_inputs, tower)
+    return Fp8Request(
+        linears=fp8_linears(tower) if config.linear_dtype == "fp8" else (),
+        scales=scales,
+        items=items,
+        inputs=Path(config.fp8_inputs).name if config.fp8_inputs else "random",
+        bounds=Bounds(relative_error=config.fp8_max_error, cosine=config.fp8_min_cosine),
+    )
 
 
 def choose_precision(
     checkpoint: Checkpoint,
-    config: BuildConfig,
+    request: Fp8Request,
     state: dict[str, Tensor],
     backend: str,
-    *,
-    attention: bool,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], Precision]:
     """Decide what runs in fp8, and quantise it.
 
     Args:
         checkpoint: what `state` came from; its float32 values are the reference.
-        config: resolved; `linear_dtype` says whether linear layers are asked for.
-        state: in the build's dtype, by the tower's names.
-        backend: of the attention op; one that takes fp8 where `attention` is set.
-        attention: whether attention is asked for.
+        request: something is asked for.
+        state: in the build's dtype, by the tower's names, where the program will run.
+        backend: of the attention op; one that takes fp8 where attention is asked for.
 
     Returns:
         The tower's state with what is in fp8, and the record for the manifest.
 
     Raises:
         VerificationError: nothing that was asked for holds the bound.
-        ConfigError, InputError: the scales or the inputs cannot be read or do not fit.
     """
-    assert config.device is not None
-    tower = checkpoint.config
-    linears = fp8_linears(tower) if config.linear_dtype == "fp8" else ()
-    scales: dict[str, Tensor] = {}
-    if attention:
-        assert config.fp8_scales is not None
-        found = read_scales(Path(config.fp8_scales), tower.num_hidden_layers)
-        scales = attention_scales(found.attention, config.device)
-    exact = load_module_state(checkpoint, torch.float32, config.device)
+    tower, bounds = checkpoint.config, request.bounds
+    device = state["patch_embed.weight"].device
+    exact = load_module_state(checkpoint, torch.float32, device)
     trial = _Trial(
         tower,
         state,
-        quantised_weights(exact, linears),
-        scales,
+        quantised_weights(exact, request.linears),
+        attention_scales(request.scales or (), device),
         backend,
-        _items(config, tower, exact),
+        _items(request, tower, exact),
     )
     del exact
-    asked = [*linears, *([ATTENTION] if attention else [])]
-    search = _Search(trial, fp8_bounds(config), config.device == "cuda", progress)
-    kept, fast = search.run(asked)
+    asked = [*request.linears, *([ATTENTION] if request.scales is not None else [])]
+    kept, fast = _Search(trial, bounds, device.type == "cuda", progress).run(asked)
     chosen = [name for name in asked if name not in {layer.name for layer in kept}]
     if not chosen:
         raise VerificationError(
-            f"no layer holds an error of {config.fp8_max_error} and a cosine of "
-            f"{config.fp8_min_cosine} in fp8; raise fp8_max_error, or leave fp8 out"
+            f"no layer holds an error of {bounds.relative_error} and a cosine of "
+            f"{bounds.cosine} in fp8; raise fp8_max_error, or leave fp8 out"
         )
     measured = trial.measure(chosen, fast)
     return trial.state_with(chosen), Precision(
@@ -122,7 +145,7 @@ def choose_precision(
         attention=ATTENTION in chosen,
         fast_accumulation=fast,
         kept=tuple(kept),
-        inputs=Path(config.fp8_inputs).name if config.fp8_inputs else "random",
+        inputs=request.inputs,
         max_error=measured.error,
         min_cosine=measured.cosine,
     )
@@ -220,13 +243,13 @@ class _Search:
         return not broken_bound(self._bounds, _GRIDS[0], error, cosine, None)
 
 
-def _items(config: BuildConfig, tower: TowerConfig, exact: dict[str, Tensor]) -> list[Item]:
-    """What is measured on: the first items of a file, or random ones."""
+def _items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Tensor]) -> list[Item]:
+    """What is measured on, with what eager float32 makes of it."""
     reference = make_tower(tower, exact, "TORCH_SDPA")
-    found = _random_items(tower) if config.fp8_inputs is None else _file_items(config, tower)
+    device = exact["patch_embed.weight"].device
     items = []
-    for pixels, grid in found:
-        on_device = pixels.to(config.device, torch.float32)
+    for pixels, grid in request.items or _random_items(tower):
+        on_device = pixels.to(device, torch.float32)
         items.append(Item(on_device, grid, eager(reference, on_device, grid)))
     return items
 
@@ -236,17 +259,17 @@ def _random_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
     return [(random_pixels(grid, tower.patch_dim), grid) for grid in fitting]
 
 
-def _file_items(config: BuildConfig, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
-    assert config.fp8_inputs is not None
-    pixel_values, grid_thw = read_rows(config.fp8_inputs)
+def _file_items(name: str, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+    """The first items of a file."""
+    pixel_values, grid_thw = read_rows(name)
     try:
         batch = check_batch(pixel_values, grid_thw, tower)
     except InputError as error:
-        raise InputError(f"fp8_inputs {config.fp8_inputs}: {error}") from None
+        raise InputError(f"fp8_inputs {name}: {error}") from None
     if not batch.grids:
-        raise InputError(f"fp8_inputs {config.fp8_inputs}: holds no items; expected at least one")
+        raise InputError(f"fp8_inputs {name}: holds no items; expected at least one")
     if not bool(pixel_values.isfinite().all()):
-        raise InputError(f"fp8_inputs {config.fp8_inputs}: has pixels that are not finite")
+        raise InputError(f"fp8_inputs {name}: has pixels that are not finite")
     return [
         (pixel_values[start:end], grid)
         for start, end, grid in zip(batch.starts[:-1], batch.starts[1:], batch.grids, strict=True)

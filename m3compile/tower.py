@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(size, config.layer_norm_eps)
         self.fc1 = nn.Linear(size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, size)
-        # (3,) float32, what q, k and v in fp8 are to be multiplied with.
+        # (3, 1) float32, what q, k and v in fp8 are to be multiplied with.
         self.register_parameter(ATTENTION_SCALES, None)
 
     def attend(self, normed: Rows, located: Located, schedule: Tensor | None) -> Rows:
@@ -199,6 +199,6 @@ def make_tower(
                 sizes = linear.in_features, linear.out_features
                 tower.set_submodule(owner, Fp8Linear(*sizes, fast_accumulation))
             elif parameter == ATTENTION_SCALES:
-                tower.get_submodule(owner).attention_scales = nn.Parameter(torch.empty(3), False)
+                tower.get_submodule(owner).attention_scales = nn.Parameter(torch.empty(3, 1), False)
     tower.load_state_dict(state, assign=True)
     return tower.eval().requires_grad_(False)

@@ -125,7 +125,7 @@ def test_every_field_is_needed_or_has_a_default(
 ) -> None:
     document = json.loads((golden_artifact / MANIFEST).read_bytes())
     del document[field]
-    optional = field in ("times", "few_rows_tokens")
+    optional = field in ("times", "few_rows_tokens", "precision")
     assert bool(refusal(tmp_path, json.dumps(document).encode())) is not optional
 
 

@@ -169,7 +169,7 @@ def test_a_loop_over_segments_serves_where_nothing_is_captured() -> None:
 
 
 def test_the_choice_on_a_cpu() -> None:
-    chosen, reason = choose_backend(
+    chosen, reason, _ = choose_backend(
         "auto", "cpu", "float32", captured=False, num_heads=HEADS, head_dim=DIM
     )
     assert chosen == "TORCH_SDPA"

@@ -122,11 +122,11 @@ def test_rotation_scales_and_bounds(form: str) -> None:
     qkv, place = randn(NUM_ROWS, 3 * SIZE), located("plain")
     qkv[5, 7] = 1000.0
     qkv[6, 2 * SIZE + 3] = -1000.0
-    scales = torch.tensor([0.01, 0.02, 0.005], device=DEVICE)
+    scales = torch.tensor([[0.01], [0.02], [0.005]], device=DEVICE)
     arguments = (qkv, place.cos, place.sin, HEADS, scales)
     got = kernels(form).rotate_heads_fp8(*arguments)
     expected = kernels("plain").rotate_heads_fp8(*arguments)
-    for ours, theirs, scale in zip(got, expected, scales.tolist(), strict=True):
+    for ours, theirs, scale in zip(got, expected, scales.flatten().tolist(), strict=True):
         assert ours.shape == theirs.shape == (NUM_ROWS, HEADS, SIZE // HEADS)
         assert ours.float().abs().max() <= 448
         same_values(to_fp8(ours.float(), ONE).float(), theirs.float())

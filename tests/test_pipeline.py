@@ -176,8 +176,10 @@ def test_warnings_of_the_checkpoint_are_passed_on(compiles: object, tmp_path: Pa
         ({"attention": "FLASHINFER"}, ConfigError, "reads max_seqlen on the host"),
         ({"attention": "FLASH_ATTN"}, ConfigError, "does not run on cpu"),
         ({"attention_dtype": "bfloat16"}, ConfigError, "attention_dtype is 'bfloat16'"),
-        ({"attention_dtype": "fp8", "fp8_scales": "x"}, ConfigError, "attention_dtype is 'fp8'"),
-        ({"fp8_scales": "x"}, ConfigError, "fp8_scales is 'x'"),
+        ({"attention_dtype": "fp8"}, ConfigError, "attention_dtype is 'fp8' without fp8_scales"),
+        ({"fp8_scales": "x"}, ConfigError, "fp8_scales is 'x' without attention_dtype"),
+        ({"fp8_inputs": "x"}, ConfigError, "fp8_inputs is 'x' without linear_dtype"),
+        ({"linear_dtype": "bfloat16"}, ConfigError, "linear_dtype is 'bfloat16'"),
         ({"specialize": (16,)}, ConfigError, "specialize"),
     ],
 )

@@ -151,6 +151,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     precision: Precision | None = None
 
     @property
+    def attention_dtype(self) -> str:
+        """What q, k and v are in, `fp8` or `dtype`."""
+        return "fp8" if self.precision is not None and self.precision.attention else self.dtype
+
+    @property
     def programs(self) -> tuple[str, ...]:
         """File names of the programs."""
         if self.build.engine == "reduce-overhead":

@@ -48,7 +48,7 @@ def _run_on_cuda(
         raise ConfigError(f"attention backend {backend} has no fp8; use FLASH_ATTN_3")
     rows, num_heads = q.shape[:2]
     # One scale a segment and head: the same number, read again and again.
-    q_scale, k_scale, v_scale = scales[:, None, None].expand(3, cu_seqlens.shape[0] - 1, num_heads)
+    q_scale, k_scale, v_scale = scales[:, :, None].expand(3, cu_seqlens.shape[0] - 1, num_heads)
     out: Tensor = flash_attn_3_op().fwd(
         q,
         k,
@@ -100,7 +100,7 @@ def fp8_attention(
 
     Args:
         q, k, v: (P, heads, head_dim) e4m3, the last dim contiguous.
-        scales: (3,) float32, what q, k and v are to be multiplied with.
+        scales: (3, 1) float32, what q, k and v are to be multiplied with.
         cu_seqlens, backend: as `varlen_attention`.
         schedule: of `attention_schedule` for fp8.
 

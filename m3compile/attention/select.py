@@ -129,7 +129,7 @@ def _call(
     """A call of the op in a dtype; fp8 has no choice about padding, which it leaves as it is."""
     if dtype != "fp8":
         return lambda: run_on_cuda(q, k, v, cu_seqlens, backend, zero_padding)
-    scales = torch.full((3,), _FP8_SCALE, device=q.device)
+    scales = torch.full((3, 1), _FP8_SCALE, device=q.device)
     q, k, v = (
         (part / _FP8_SCALE).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn) for part in (q, k, v)
     )

@@ -59,6 +59,7 @@ def subject_of(folder: Path, manifest: Manifest) -> Subject:
         ladder=manifest.ladder,
         max_segments=manifest.max_segments,
         digests={MANIFEST: file_digest(folder / MANIFEST), **digests},
+        precision=manifest.precision,
     )
 
 

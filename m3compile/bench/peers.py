@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from m3compile.artifact import Manifest
+from m3compile.artifact import Manifest, read_manifest
 from m3compile.bench.captured import CapturedEager, PeerModel, graph_capture
 from m3compile.bench.judge import Judge
 from m3compile.bench.runners import EagerRunner, Runner
@@ -31,10 +31,15 @@ def make_peers(folder: Path, manifest: Manifest, device: torch.device) -> Peers:
     """Eager and, on CUDA, eager captured; both in the artifact's dtype and with its attention.
 
     A peer that cannot run here is left out, and a note says why.
+
+    Args:
+        folder: the artifact whose weights they have, also the judge.
+        manifest: of the artifact that is measured; it may be another one of the same checkpoint.
     """
     config, backend = manifest.tower, manifest.requirements.attention_backend
-    weights = load_weights(folder, manifest, device)
-    if manifest.precision is not None:
+    source = read_manifest(folder)
+    weights = load_weights(folder, source, device)
+    if source.precision is not None:
         # They run without fp8: on the numbers that the weights stand for.
         weights = whole_state(weights, getattr(torch, manifest.dtype))
     tower = make_tower(config, weights, backend)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from m3compile.artifact import Precision
 from m3compile.bench.floor import Floor
 from m3compile.config import BuildConfig, TowerConfig
 from m3compile.errors import InputError, InputNotFoundError
@@ -242,6 +243,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         digests: SHA-256 by file, `manifest.json` included.
+        precision: of an artifact in fp8.
     """
 
     name: str
@@ -250,6 +252,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     ladder: tuple[int, ...]
     max_segments: int
     digests: dict[str, str]
+    precision: Precision | None = None
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,13 @@ class Request(NamedTuple):
     against: Path | None
     notes: tuple[str, ...]
 
+    @property
+    def reference(self) -> Path:
+        """The artifact whose weights the judge and the eager peers have: the one without fp8."""
+        if self.against is not None and self.manifest.precision is not None:
+            return self.against
+        return self.folder
+
 
 def make_request(
     path: str | Path,
@@ -66,6 +73,10 @@ def make_request(
     device = check_machine(folder, manifest, None)
     if against is not None:
         _check_other(Path(against), folder, manifest)
+    if manifest.precision is not None:
+        notes.append(
+            f"floor: at the rate of {manifest.dtype} products; those in fp8 have twice that"
+        )
     return Request(
         folder,
         manifest,
@@ -81,12 +92,26 @@ def make_request(
 
 
 def _check_other(other: Path, folder: Path, manifest: Manifest) -> None:
-    """Only artifacts of the same weights in the same dtype give comparable results."""
+    """Only artifacts of the same weights in the same dtype give comparable results.
+
+    Of the same checkpoint, where one of them holds its weights in fp8.
+    """
     found = read_manifest(other)
-    for what, theirs, ours in (
+    compared = [
         ("dtype", found.dtype, manifest.dtype),
         ("device", found.requirements.device, manifest.requirements.device),
-        ("weights", found.files[WEIGHTS].sha256[:16], manifest.files[WEIGHTS].sha256[:16]),
-    ):
+    ]
+    if found.precision == manifest.precision:
+        theirs, ours = (each.files[WEIGHTS].sha256[:16] for each in (found, manifest))
+        compared.append(("weights", theirs, ours))
+    else:
+        theirs, ours = (_source(each) for each in (found, manifest))
+        compared.append(("checkpoint files", theirs, ours))
+    for what, theirs, ours in compared:
         if theirs != ours:
             raise RequestError(f"--against {other}: has {what} {theirs}; {folder} has {ours}")
+
+
+def _source(manifest: Manifest) -> str:
+    files = manifest.provenance.checkpoint_files
+    return ", ".join(f"{name} ({size} bytes)" for name, size in sorted(files.items()))

@@ -97,7 +97,7 @@ def bench(
     if found.traffic is not None:
         is_right.append(found.traffic.check.passed)
     return BenchReport(
-        title=title_of(manifest.tower, manifest.dtype),
+        title=title_of(manifest),
         circumstances=describe(manifest, detect(device.type, OP_SCHEMA, device.index or 0)),
         rows=summary_rows(found.cases),
         traffic_rows=traffic_rows(found.traffic),
@@ -130,7 +130,7 @@ def _measure(request: Request, progress: Progress) -> _Found:
         memory = gauge.read(manifest.files[WEIGHTS].size) if gauge is not None else None
         ours = EncoderRunner(encoder, f"m3compile ({manifest.build.engine})")
         with progress.stage("make peers"):
-            peers = make_peers(folder, manifest, device)
+            peers = make_peers(request.reference, manifest, device)
             runners = list(peers.runners)
             if request.against is not None:
                 other = stack.enter_context(load(request.against, device))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from m3compile.artifact import Manifest
 from m3compile.bench.cases import KEY_TOKENS
 from m3compile.bench.floor import count_parameters
 from m3compile.bench.records import CaseResult, TrafficResult
-from m3compile.config import TowerConfig
 
 Row = dict[str, str | float | int | None]
 
 
-def title_of(config: TowerConfig, dtype: str) -> str:
+def title_of(manifest: Manifest) -> str:
     """What was measured, in a few words."""
-    return f"Encoder of {count_parameters(config) / 1e6:.0f} M parameters in {dtype}"
+    dtype = manifest.dtype if manifest.precision is None else f"fp8 and {manifest.dtype}"
+    return f"Encoder of {count_parameters(manifest.tower) / 1e6:.0f} M parameters in {dtype}"
 
 
 def summary_rows(cases: Sequence[CaseResult]) -> tuple[Row, ...]:

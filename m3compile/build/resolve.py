@@ -9,7 +9,7 @@ import torch
 
 from m3compile.buckets import default_ladder
 from m3compile.config import BuildConfig
-from m3compile.config.build import DEFAULT_FEW_ROWS_TOKENS, MAX_FEW_ROWS_TOKENS
+from m3compile.config.build import DEFAULT_FEW_ROWS_TOKENS, MAX_FEW_ROWS_TOKENS, check_fp8
 from m3compile.errors import ConfigError, OperationError
 
 
@@ -28,6 +28,7 @@ def resolve(config: BuildConfig) -> BuildConfig:
         out=config.out or str(Path("exported") / name),
         budgets=config.budgets or _default_budgets(config.engine),
     )
+    check_fp8(config, "build")
     for key in ("attention_dtype", "linear_dtype"):
         if getattr(resolved, key) not in (None, resolved.dtype, "fp8"):
             raise ConfigError(

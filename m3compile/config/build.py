@@ -145,12 +145,16 @@ def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildCo
         if key in values:
             checked[key] = _share(values[key], key, source)
     config = BuildConfig(**checked)
-    _check_fp8(config, source)
+    check_fp8(config, source)
     return config
 
 
-def _check_fp8(config: BuildConfig, source: str) -> None:
-    """Refuse keys of fp8 that lack another one, or have no use."""
+def check_fp8(config: BuildConfig, source: str) -> None:
+    """Refuse keys of fp8 that lack another one, or have no use.
+
+    Raises:
+        ConfigError: naming the key, the value found and what is allowed.
+    """
     if config.attention_dtype == "fp8" and config.fp8_scales is None:
         raise ConfigError(
             f"{source}: attention_dtype is 'fp8' without fp8_scales; allowed: fp8 with "

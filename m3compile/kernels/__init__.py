@@ -111,7 +111,7 @@ class Kernels(Protocol):
     def rotate_heads_fp8(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, scales: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `rotate_heads`, in e4m3: q, k and v over their (3,) float32 `scales`."""
+        """As `rotate_heads`, in e4m3: q, k and v over their (3, 1) float32 `scales`."""
         ...
 
     def attend(

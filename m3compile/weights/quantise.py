@@ -44,10 +44,13 @@ def quantised_weights(state: Mapping[str, Tensor], linears: Collection[str]) -> 
 def attention_scales(
     layers: tuple[LayerScales, ...], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """`layers.L.attention_scales` (3,) float32 of every layer: of q, k and v."""
+    """`layers.L.attention_scales` (3, 1) float32 of every layer: of q, k and v.
+
+    Two dims, since the compiler would write a short vector into the program.
+    """
     return {
         f"layers.{index}.{ATTENTION_SCALES}": torch.tensor(
-            [scales.q, scales.k, scales.v], dtype=torch.float32, device=device
+            [[scales.q], [scales.k], [scales.v]], dtype=torch.float32, device=device
         )
         for index, scales in enumerate(layers)
     }

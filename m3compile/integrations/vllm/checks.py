@@ -45,10 +45,10 @@ def check_host(
     ]
     refuse_dynamic_scales(multimodal_config)
     wanted = getattr(multimodal_config, "mm_encoder_attn_dtype", None)
-    if wanted is not None and wanted != manifest.build.attention_dtype:
+    if wanted is not None and wanted != manifest.attention_dtype:
         differences.append(
             f"--mm-encoder-attn-dtype is {wanted}, attention in the artifact is in "
-            f"{manifest.build.attention_dtype or manifest.dtype}"
+            f"{manifest.attention_dtype}"
         )
     if differences:
         raise ArtifactIncompatibleError(

@@ -1,0 +1,287 @@
+"""An artifact in fp8 on the CPU: its numbers, its independence of neighbours, its record.
+
+Compared with: the eager float32 tower whose weights, inputs of linear layers, q, k and v this file
+itself rounds to e4m3; and calls of the same encoder in the same bucket, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from conftest import GOLDEN_CHECKPOINT
+from helpers import Grid, assert_same_bits, eager, error_of, random_rows, split_rows
+from torch import Tensor, nn
+
+import m3compile
+from m3compile import Encoder
+from m3compile.artifact import read_manifest
+from m3compile.bench import bench
+from m3compile.build.resolve import resolve
+from m3compile.cli.app import main
+from m3compile.config import BuildConfig, build_config_from_mapping
+from m3compile.config.scales import Fp8Scales, LayerScales, write_scales
+from m3compile.errors import ConfigError, ExitCode, RequestError
+from m3compile.kernels import kernels
+from m3compile.kernels.fp8 import Fp8Linear, quantise_rows, quantise_weight
+from m3compile.kernels.plain_form import PlainForm
+from m3compile.onnx_export import export_onnx
+from m3compile.pipeline import build
+from m3compile.tower import Tower, make_tower
+from m3compile.verify import verify, verify_encoder
+from m3compile.weights import load_module_state, open_checkpoint
+
+SCALES = (0.04, 0.03, 0.02)
+GRIDS: list[Grid] = [(1, 4, 4), (1, 4, 6), (2, 4, 4)]
+MIDDLE = 1
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything in fp8: the bounds of so small an encoder are wide."""
+    folder = tmp_path_factory.mktemp("fp8")
+    write_scales(folder / "scales.json", Fp8Scales((LayerScales(*SCALES),) * 3, {}))
+    config = BuildConfig(
+        checkpoint=str(GOLDEN_CHECKPOINT),
+        out=str(folder / "fp8"),
+        device="cpu",
+        budgets=(16, 64),
+        max_items=8,
+        linear_dtype="fp8",
+        attention_dtype="fp8",
+        fp8_scales=str(folder / "scales.json"),
+        fp8_max_error=0.6,
+        fp8_min_cosine=0.5,
+    )
+    return build(config).path
+
+
+@pytest.fixture
+def encoder(artifact: Path) -> Iterator[Encoder]:
+    with m3compile.load(artifact) as loaded:
+        yield loaded
+
+
+def e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
+    """What of `x` is left after rounding `x / scale` to e4m3."""
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+def by_row(x: Tensor) -> Tensor:
+    return e4m3(x, x.abs().amax(-1, keepdim=True) / 448)
+
+
+class RoundedForm(PlainForm):
+    """q, k and v rounded by the static scales."""
+
+    def rotate_heads(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = super().rotate_heads(qkv, cos, sin, num_heads)
+        q, k, v = (e4m3(x, scale) for x, scale in zip(heads, SCALES, strict=True))
+        return q, k, v
+
+
+@pytest.fixture(scope="module")
+def rounded_tower() -> Tower:
+    checkpoint = open_checkpoint(GOLDEN_CHECKPOINT)
+    state = load_module_state(checkpoint, torch.float32)
+    linears = [
+        name.removesuffix(".weight")
+        for name, tensor in state.items()
+        if tensor.dim() == 2 and name != "patch_embed.weight"
+    ]
+    rounded = {
+        name: by_row(tensor) if name.removesuffix(".weight") in linears else tensor
+        for name, tensor in state.items()
+    }
+    tower = make_tower(checkpoint.config, rounded, "TORCH_SDPA")
+    for name in linears:
+        linear = tower.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        linear.register_forward_pre_hook(lambda _, inputs: (by_row(inputs[0]),))
+    for layer in tower.layers:
+        layer.passes = RoundedForm()
+    return tower
+
+
+@pytest.mark.parametrize("budget", [16, 64, None])
+def test_the_numbers_are_those_of_rounding(
+    budget: int | None, encoder: Encoder, rounded_tower: Tower, eager_tower: Tower
+) -> None:
+    grids: list[Grid] = [(1, 4, 4), (1, 4, 6)]
+    parts = split_rows(random_rows(grids), grids)
+    for part, grid, got in zip(parts, grids, encoder.encode_at(parts, grids, budget), strict=True):
+        off = error_of(got, eager(rounded_tower, part, grid))
+        rounding = error_of(got, eager(eager_tower, part, grid))
+        # A last bit of float32 decides where a tie of e4m3 goes, and later layers amplify that:
+        # pixels that are a millionth larger move this tower as much.
+        assert rounding > 0.05
+        assert off < rounding / 3
+
+
+def test_a_layer_is_that_of_rounding() -> None:
+    """Where nothing amplifies: one product, and one attention."""
+    x, weight, bias = (torch.randn(*shape) for shape in ((24, 160), (480, 160), (480,)))
+    layer = Fp8Linear(160, 480, False)
+    layer.weight.data, layer.weight_scale.data = quantise_weight(weight)
+    layer.bias.data = bias
+    expected = nn.functional.linear(by_row(x), by_row(weight), bias)
+    assert error_of(layer(quantise_rows(x)), expected) < 1e-6
+    assert torch.equal(layer(quantise_rows(torch.zeros(1, 160))), bias[None])
+
+    place = kernels("plain").locate(
+        torch.tensor([[1, 4, 4], [1, 2, 4]], dtype=torch.int32), 24, torch.rand(13)
+    )
+    qkv = torch.randn(24, 480)
+    scales = torch.tensor(SCALES)[:, None]
+    got = kernels("plain").attend(qkv, place, 2, "TORCH_SDPA", None, scales)
+    assert error_of(got, RoundedForm().attend(qkv, place, 2, "TORCH_SDPA", None)) < 1e-6
+    assert error_of(got, kernels("plain").attend(qkv, place, 2, "TORCH_SDPA", None)) > 0.01
+
+
+@pytest.mark.parametrize("budget", [64, None])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e4])
+def test_neighbours_keep_their_bits(bad: float, budget: int | None, encoder: Encoder) -> None:
+    parts = split_rows(random_rows(GRIDS), GRIDS)
+    clean = encoder.encode_at(parts, GRIDS, budget)
+    spoiled = parts[MIDDLE].clone()
+    spoiled[:] = bad
+    parts[MIDDLE] = spoiled
+    results = encoder.encode_at(parts, GRIDS, budget)
+    middle = results.pop(MIDDLE)
+    assert bool(middle.isnan().all()) == (bad != 1e4)
+    clean.pop(MIDDLE)
+    assert_same_bits(results, clean)
+    assert encoder.stats()["nonfinite_items"] == (bad != 1e4)
+
+
+def test_an_item_has_the_same_bits_alone_and_after_anything(encoder: Encoder) -> None:
+    rows = random_rows([GRIDS[0]])
+    alone = encoder.encode_at(rows, [GRIDS[0]], 64)
+    for filling in (float("nan"), 1e4, 0.0):
+        full = torch.full((256, rows.shape[1]), filling)
+        encoder.encode_at(full, [(1, 16, 16)], 64)
+        assert_same_bits(encoder.encode_at(rows, [GRIDS[0]], 64), alone)
+    others = random_rows([(1, 4, 6), (1, 2, 2)], seed=3)
+    together = encoder.encode_at(
+        torch.cat([others[:24], rows, others[24:]]), [(1, 4, 6), GRIDS[0], (1, 2, 2)], 64
+    )
+    assert_same_bits(together[1:2], alone)
+
+
+def test_the_manifest_says_what_runs_in_what(artifact: Path) -> None:
+    manifest = read_manifest(artifact)
+    precision = manifest.precision
+    assert precision is not None
+    assert len(precision.linears) == 16
+    assert precision.attention
+    assert manifest.attention_dtype == "fp8"
+    assert not precision.fast_accumulation
+    assert (manifest.bounds.relative_error, manifest.bounds.cosine) == (0.6, 0.5)
+    assert manifest.bounds.eager_ratio is None
+    dtypes = {spec.name: spec.dtype for spec in manifest.weights}
+    for name in precision.linears:
+        assert dtypes[f"{name}.weight"] == "float8_e4m3fn"
+        assert dtypes[f"{name}.weight_scale"] == "float32"
+    assert dtypes["patch_embed.weight"] == "float32"
+    # A byte a weight, where the checkpoint's float32 artifact has four.
+    parameters = sum(
+        spec.shape[0] * spec.shape[1]
+        for spec in manifest.weights
+        if spec.name.removesuffix(".weight") in precision.linears
+    )
+    whole = sum(path.stat().st_size for path in artifact.glob("weights.safetensors"))
+    assert parameters < whole < parameters + 4 * 160 * 1176 + 60_000
+
+
+def test_verify_shows_the_worst_tokens(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify(artifact, GOLDEN_CHECKPOINT)
+    assert report.passed
+    assert report.bounds.relative_error == 0.6
+    assert len(report.worst_tokens) == 10
+    cosines = [token.cosine for token in report.worst_tokens]
+    assert cosines == sorted(cosines)
+    assert cosines[0] == pytest.approx(min(row.min_cosine for row in report.rows))
+    # Without the checkpoint, the rounding of the weights is on both sides.
+    program_only = verify(artifact)
+    assert program_only.reference == "artifact weights"
+    worst = [max(row.max_error for row in each.rows) for each in (report, program_only)]
+    assert worst[1] < worst[0]
+    assert main(["verify", str(artifact), "--checkpoint", str(GOLDEN_CHECKPOINT)]) == 0
+    assert "farthest from eager" in capsys.readouterr().out
+
+
+def test_a_tighter_bound_fails_verification(artifact: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(artifact)
+    assert manifest.precision is not None
+    with m3compile.load(artifact) as loaded:
+        bounds = msgspec.structs.replace(manifest.bounds, relative_error=0.01)
+        loaded.manifest = msgspec.structs.replace(manifest, bounds=bounds)
+        report = verify_encoder(loaded, open_checkpoint(GOLDEN_CHECKPOINT))
+    assert not report.passed
+    assert "allowed 1e-02" in report.summary
+
+
+def test_inspect_says_it(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(artifact)]) == ExitCode.OK
+    assert "16 linear layers and attention; eager with it has error" in capsys.readouterr().out
+    assert main(["inspect", str(artifact), "--json"]) == ExitCode.OK
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown["precision"]["linears"]) == 16
+
+
+def test_bench_against_the_whole_artifact(artifact: Path, golden_artifact: Path) -> None:
+    report = bench(artifact, quick=True, budgets=[16], against=golden_artifact)
+    assert report.passed
+    assert report.subject.precision is not None
+    assert "fp8 and float32" in report.title
+    assert any(note.startswith("floor: ") for note in report.notes)
+    (case,) = [case for case in report.cases if case.kind == "full"]
+    # Judged by the whole weights, so that the error is fp8's own.
+    assert case.check.error is not None
+    assert 0.01 < case.check.error < 0.6
+    assert any("golden" in peer.name for peer in case.peers)
+
+
+def test_onnx_needs_the_checkpoint(artifact: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="in fp8; export from the checkpoint"):
+        export_onnx(artifact, tmp_path / "x.onnx")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"attention_dtype": "fp8"}, ("fp8_scales", "static scales")),
+        ({"fp8_scales": "x.json"}, ("fp8_scales is 'x.json' without attention_dtype",)),
+        ({"fp8_inputs": "x"}, ("fp8_inputs is 'x' without linear_dtype",)),
+        ({"linear_dtype": "int8"}, ("linear_dtype is 'int8'", "fp8")),
+        ({"linear_dtype": "fp8", "fp8_max_error": 0}, ("fp8_max_error is 0", "between 0 and 1")),
+        ({"linear_dtype": "fp8", "fp8_max_error": True}, ("fp8_max_error is True",)),
+        ({"linear_dtype": "fp8", "fp8_min_cosine": "x"}, ("fp8_min_cosine is 'x'",)),
+        ({"linear_dtype": "fp8", "fp8_min_cosine": float("nan")}, ("fp8_min_cosine is nan",)),
+    ],
+)
+def test_build_configs_that_are_refused(values: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config_from_mapping(values, "build.yaml")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_linear_layers_in_another_dtype_than_the_build() -> None:
+    config = BuildConfig(device="cpu", dtype="float32", linear_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="linear_dtype is 'bfloat16'; allowed: float32"):
+        resolve(config)
+
+
+def test_missing_scales_end_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["build", str(GOLDEN_CHECKPOINT), "--device", "cpu", "--out", str(tmp_path / "a")]
+    words += ["--attention-dtype", "fp8", "--fp8-scales", str(tmp_path / "none.json")]
+    assert main(words) == ExitCode.REQUEST
+    assert "do not exist" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,256 @@
+"""Which layers may be in fp8: the choice against the error that this file measures itself.
+
+Errors are of the eager tower with the chosen layers in fp8, on the choice's own items and on
+others, against eager float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from conftest import GOLDEN_CHECKPOINT
+from helpers import Grid, error_of, random_rows
+from safetensors.torch import save_file
+from torch import Tensor
+
+from m3compile.build.resolve import resolve
+from m3compile.config import BuildConfig
+from m3compile.config.scales import Fp8Scales, LayerScales, write_scales
+from m3compile.errors import (
+    ConfigError,
+    InputError,
+    InputNotFoundError,
+    VerificationError,
+)
+from m3compile.precision import ATTENTION, Fp8Request, choose_precision, fp8_request
+from m3compile.tower import Tower, make_tower
+from m3compile.verify import eager
+from m3compile.weights import (
+    Checkpoint,
+    fp8_linears,
+    load_module_state,
+    open_checkpoint,
+    whole_state,
+)
+
+GRIDS: list[Grid] = [(1, 16, 16), (1, 12, 20), (2, 8, 8)]
+
+
+def request(**options: object) -> Fp8Request:
+    base = BuildConfig(checkpoint=str(GOLDEN_CHECKPOINT), device="cpu", linear_dtype="fp8")
+    tower = open_checkpoint(GOLDEN_CHECKPOINT).config
+    return fp8_request(resolve(msgspec.structs.replace(base, **options)), tower)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(GOLDEN_CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def state(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    return load_module_state(checkpoint, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def scales(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("scales") / "scales.json"
+    write_scales(path, Fp8Scales((LayerScales(0.04, 0.04, 0.02),) * 3, {}))
+    return str(path)
+
+
+def measured(tower: Tower, exact: Tower) -> tuple[float, float]:
+    """The largest error of an item and the smallest cosine, on this file's items."""
+    errors, cosines = [], []
+    for grid in GRIDS:
+        rows = random_rows([grid], seed=7)
+        got, expected = eager(tower, rows, grid), eager(exact, rows, grid)
+        errors.append(error_of(got, expected))
+        cosines.append(float(torch.cosine_similarity(got, expected, dim=1).min()))
+    return max(errors), min(cosines)
+
+
+def test_all_of_it_where_the_bound_is_wide(
+    checkpoint: Checkpoint, state: dict[str, Tensor], scales: str, eager_tower: Tower
+) -> None:
+    asked = request(attention_dtype="fp8", fp8_scales=scales, fp8_max_error=0.6, fp8_min_cosine=0.5)
+    changed, precision = choose_precision(checkpoint, asked, state, "TORCH_SDPA")
+    assert precision.linears == fp8_linears(checkpoint.config)
+    assert len(precision.linears) == 3 * 4 + 4
+    assert precision.attention
+    assert not precision.kept
+    assert precision.inputs == "random"
+    assert 0.01 < precision.max_error < 0.6 * 0.95
+    for name in precision.linears:
+        assert changed[f"{name}.weight"].dtype == torch.float8_e4m3fn
+        rows = state[f"{name}.weight"].shape[0]
+        assert changed[f"{name}.weight_scale"].shape == (rows,)
+    assert changed["patch_embed.weight"] is state["patch_embed.weight"]
+    for index in range(3):
+        expected = torch.tensor([[0.04], [0.04], [0.02]])
+        assert torch.equal(changed[f"layers.{index}.attention_scales"], expected)
+    # The record is what the eager tower shows, and other items show the like.
+    error, cosine = measured(make_tower(checkpoint.config, changed, "TORCH_SDPA"), eager_tower)
+    assert error == pytest.approx(precision.max_error, rel=0.5)
+    assert cosine < 1
+
+
+def test_a_tighter_bound_keeps_more_and_holds(
+    checkpoint: Checkpoint, state: dict[str, Tensor], eager_tower: Tower
+) -> None:
+    previous = 0
+    for bound in (0.15, 0.08):
+        asked = request(fp8_max_error=bound, fp8_min_cosine=0.5)
+        changed, precision = choose_precision(checkpoint, asked, state, "TORCH_SDPA")
+        names = [kept.name for kept in precision.kept]
+        assert len(names) > previous
+        previous = len(names)
+        # The worst first, and the list is whole.
+        errors = [kept.error for kept in precision.kept]
+        assert errors == sorted(errors, reverse=True)
+        assert sorted([*names, *precision.linears]) == sorted(fp8_linears(checkpoint.config))
+        assert precision.max_error <= bound
+        for name in names:
+            assert changed[f"{name}.weight"] is state[f"{name}.weight"]
+            assert f"{name}.weight_scale" not in changed
+        tower = make_tower(checkpoint.config, changed, "TORCH_SDPA")
+        assert measured(tower, eager_tower)[0] <= bound
+        # No fewer would do: with one of them less, the choice's own room is used up.
+        back = names[-1]
+        fewer, _ = choose_precision(
+            checkpoint, request(fp8_max_error=0.9, fp8_min_cosine=0.1), state, "TORCH_SDPA"
+        )
+        for part in ("weight", "weight_scale"):
+            changed[f"{back}.{part}"] = fewer[f"{back}.{part}"]
+        error, _ = measured(make_tower(checkpoint.config, changed, "TORCH_SDPA"), eager_tower)
+        assert error > 0.8 * bound
+
+
+def test_the_bound_of_the_cosine_counts_too(
+    checkpoint: Checkpoint, state: dict[str, Tensor]
+) -> None:
+    asked = request(fp8_max_error=0.9, fp8_min_cosine=0.98)
+    _, precision = choose_precision(checkpoint, asked, state, "TORCH_SDPA")
+    assert precision.kept
+    assert precision.min_cosine >= 0.985
+
+
+def test_outlier_channels_are_noticed(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
+    """Gains that are 50 times larger in four channels make the layer behind them stand out."""
+    asked = request(fp8_max_error=0.21, fp8_min_cosine=0.85)
+    spoiled = dict(state)
+    gains = state["layers.1.norm1.weight"].clone()
+    gains[[3, 50, 90, 120]] *= 50
+    spoiled["layers.1.norm1.weight"] = gains
+
+    class Spoiled:
+        """The checkpoint with those gains."""
+
+        config = checkpoint.config
+
+    results = {}
+    for name, given in (("clean", state), ("outliers", spoiled)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("m3compile.precision.load_module_state", lambda *_, g=given: dict(g))
+            _, results[name] = choose_precision(Spoiled(), asked, given, "TORCH_SDPA")
+    assert not results["clean"].kept
+    assert "layers.1.qkv" in [kept.name for kept in results["outliers"].kept]
+    assert results["outliers"].max_error <= 0.21
+
+
+def test_attention_is_one_of_the_layers(
+    checkpoint: Checkpoint, state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Scales that cut most of the numbers off."""
+    path = tmp_path / "scales.json"
+    write_scales(path, Fp8Scales((LayerScales(1e-4, 1e-4, 1e-4),) * 3, {}))
+    asked = request(
+        attention_dtype="fp8", fp8_scales=str(path), fp8_max_error=0.3, fp8_min_cosine=0.8
+    )
+    changed, precision = choose_precision(checkpoint, asked, state, "TORCH_SDPA")
+    assert [kept.name for kept in precision.kept] == [ATTENTION]
+    assert not precision.attention
+    assert len(precision.linears) == 16
+    assert not any(name.endswith("attention_scales") for name in changed)
+
+
+def test_nothing_holds(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
+    asked = request(fp8_max_error=1e-4)
+    with pytest.raises(VerificationError, match=r"no layer holds an error of 0.0001.*leave fp8"):
+        choose_precision(checkpoint, asked, state, "TORCH_SDPA")
+
+
+def test_real_inputs(checkpoint: Checkpoint, state: dict[str, Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "items.safetensors"
+    grids: list[Grid] = [(1, 4, 4), (2, 4, 6)]
+    rows = random_rows(grids)
+    save_file({"pixel_values": rows, "grid_thw": torch.tensor(grids)}, path)
+    options = {"fp8_max_error": 0.6, "fp8_min_cosine": 0.5}
+    _, found = choose_precision(
+        checkpoint, request(fp8_inputs=str(path), **options), state, "TORCH_SDPA"
+    )
+    _, other = choose_precision(checkpoint, request(**options), state, "TORCH_SDPA")
+    assert found.inputs == "items.safetensors"
+    assert found.max_error != other.max_error
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        (None, InputNotFoundError, "no such file"),
+        ({"pixel_values": torch.zeros(4, 1176)}, InputError, "grid_thw is missing"),
+        (
+            {"pixel_values": torch.zeros(0, 1176), "grid_thw": torch.zeros(0, 3).long()},
+            InputError,
+            "holds no items",
+        ),
+        (
+            {"pixel_values": torch.zeros(5, 1176), "grid_thw": torch.tensor([[1, 2, 2]])},
+            InputError,
+            "fp8_inputs .*has 5 rows",
+        ),
+        (
+            {
+                "pixel_values": torch.full((4, 1176), float("nan")),
+                "grid_thw": torch.tensor([[1, 2, 2]]),
+            },
+            InputError,
+            "not finite",
+        ),
+    ],
+)
+def test_bad_inputs(
+    tmp_path: Path, tensors: dict[str, Tensor] | None, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "items.safetensors"
+    if tensors is not None:
+        save_file(tensors, path)
+    with pytest.raises(error, match=message):
+        request(fp8_inputs=str(path))
+
+
+def test_scales_of_another_encoder(tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    write_scales(path, Fp8Scales((LayerScales(0.1, 0.1, 0.1),) * 2, {}))
+    with pytest.raises(ConfigError, match="layer 2 is missing"):
+        request(attention_dtype="fp8", fp8_scales=str(path))
+
+
+def test_there_and_back(checkpoint: Checkpoint, state: dict[str, Tensor], scales: str) -> None:
+    asked = request(attention_dtype="fp8", fp8_scales=scales, fp8_max_error=0.6, fp8_min_cosine=0.5)
+    changed, _ = choose_precision(checkpoint, asked, state, "TORCH_SDPA")
+    whole = whole_state(changed, torch.float32)
+    assert whole.keys() == state.keys()
+    for name, tensor in whole.items():
+        assert tensor.dtype == torch.float32
+        if name.removesuffix(".weight") in fp8_linears(checkpoint.config):
+            # e4m3 rounds to an eighth of a power of two; half a step, channel by channel.
+            assert 0 < error_of(tensor, state[name]) < 0.04
+            step = state[name].abs().amax(1, keepdim=True) / 448
+            off = (tensor - state[name]).abs()
+            assert bool((off <= state[name].abs() / 16 + step * 2**-9).all())
+        else:
+            assert torch.equal(tensor, state[name])
