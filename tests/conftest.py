@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
 GOLDENS = Path(__file__).parent / "goldens"
 GOLDEN_CHECKPOINT = GOLDENS / "tiny-m3"
 
+HAS_FA3 = any(
+    importlib.util.find_spec(name) for name in ("fa3_fwd_interface", "flash_attn_interface")
+)
 # Reason by marker; a test with the marker is skipped where the condition holds.
-SKIPS = {"gpu": (not torch.cuda.is_available(), "needs a CUDA device, this machine has none")}
+SKIPS = {
+    "gpu": (not torch.cuda.is_available(), "needs a CUDA device, this machine has none"),
+    "fa3": (not HAS_FA3, "needs FlashAttention 3"),
+}
 
 # A small ladder whose edges the tests use; other ladders are given to `load`, which needs no
 # second compile.
