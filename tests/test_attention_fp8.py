@@ -6,6 +6,7 @@ FlashAttention 3 is a stand-in that keeps what it is called with; the real one i
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ def expected() -> Tensor:
     """(60, heads, dim) float64."""
     q, k, v = (x.double() * s.double() for x, s in zip(inputs(), SCALES, strict=True))
     out = torch.zeros(BOUNDS[-1], HEADS, DIM, dtype=torch.float64)
-    for start, end in zip(BOUNDS[:-1], BOUNDS[1:], strict=True):
+    for start, end in itertools.pairwise(BOUNDS):
         for head in range(HEADS):
             scores = q[start:end, head] @ k[start:end, head].T * DIM**-0.5
             out[start:end, head] = scores.softmax(1) @ v[start:end, head]
