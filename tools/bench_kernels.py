@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,38 +130,47 @@ def whole(rows: Fp8Rows) -> Tensor:
 
 def fp8_passes(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
     """The passes that end in fp8, with the error that its rounding makes."""
+    from m3compile.kernels.triton_form import FORM as ours
+
     size, wide, heads = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.num_attention_heads
-    ours, cu, norm = kernels("triton"), bounds(rows), nn.LayerNorm(size).to("cuda", torch.bfloat16)
+    cu, norm = bounds(rows), nn.LayerNorm(size).to("cuda", torch.bfloat16)
     x, qkv, hidden = randn(rows, size), randn(rows, 3 * size), randn(rows, wide)
     parts, zero = randn(1, rows, size), torch.zeros(size, device="cuda")
     cos, sin = torch.randn(2, rows, 3 * CONFIG.axis_dim // 2, device="cuda").unbind(0)
     scales = torch.full((3, 1), 12 / 448, device="cuda")
-    rotated = kernels("plain").rotate_heads(qkv.float(), cos, sin, heads)[0]
-    got = ours.rotate_heads_fp8(qkv, cos, sin, heads, scales)[0].float() * scales[0]
-    return {
+    added = x.float() + parts[0].float()
+    # Name to call, what of the result is compared, and with what.
+    calls: dict[str, tuple[Callable[[], object], Callable[[Any], Tensor], Tensor]] = {
         "norm to fp8": (
-            lambda _: ours.norm(x, cu, norm, zero, True),
-            error(
-                whole(ours.norm(x, cu, norm, zero, True)), functional.layer_norm(x.float(), (size,))
-            ),
+            lambda: ours.norm(x, cu, norm, zero, True),
+            whole,
+            functional.layer_norm(x.float(), (size,)),
         ),
         "add and norm to fp8": (
-            lambda _: ours.add_parts(x, parts, cu, norm, zero, True),
-            error(
-                whole(ours.add_parts(x, parts, cu, norm, zero, True)[1]),
-                functional.layer_norm(x.float() + parts[0].float(), (size,)),
-            ),
+            lambda: ours.add_parts(x, parts, cu, norm, zero, True),
+            lambda got: whole(got[1]),
+            functional.layer_norm(added, (size,)),
         ),
         "rotate to fp8": (
-            lambda _: ours.rotate_heads_fp8(qkv, cos, sin, heads, scales),
-            error(got, rotated),
+            lambda: ours.rotate_heads_fp8(qkv, cos, sin, heads, scales),
+            lambda got: got[0].float() * scales[0],
+            kernels("plain").rotate_heads(qkv.float(), cos, sin, heads)[0],
         ),
         "gelu to fp8": (
-            lambda _: ours.gelu(hidden, cu, True),
-            error(whole(ours.gelu(hidden, cu, True)), functional.gelu(hidden.float())),
+            lambda: ours.gelu(hidden, cu, True),
+            whole,
+            functional.gelu(hidden.float()),
         ),
-        "quantise": (lambda _: ours.quantise(x), error(whole(ours.quantise(x)), x)),
+        "quantise": (lambda: ours.quantise(x), whole, x.float()),
     }
+    return {
+        name: (partial(ignoring, call), error(read(call()), expected))
+        for name, (call, read, expected) in calls.items()
+    }
+
+
+def ignoring(call: Callable[[], object], _: int) -> object:
+    return call()
 
 
 def fp8_layer(layers: list[Fp8Linear], rows: Fp8Rows, index: int) -> Tensor:
@@ -205,7 +215,8 @@ def fp8_attentions(rows: int) -> dict[str, tuple[Callable[[int], object], float]
     q, k, v = (to_fp8(part, scales[0]) for part in whole_heads)
     schedule = attention_schedule(cu, rows, heads, dim, "FLASH_ATTN_3", True)
     got = fp8_attention(q, k, v, scales, cu, "FLASH_ATTN_3", schedule)
-    expected = attend_segments(*(part.float() for part in whole_heads), cu)
+    first, second, third = (part.float() for part in whole_heads)
+    expected = attend_segments(first, second, third, cu)
     return {
         "FLASH_ATTN_3 in fp8": (
             lambda _: fp8_attention(q, k, v, scales, cu, "FLASH_ATTN_3", schedule),
