@@ -7,8 +7,9 @@ itself rounds to e4m3; and calls of the same encoder in the same bucket, bit for
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,13 +20,13 @@ from torch import Tensor, nn
 
 import m3compile
 from m3compile import Encoder
-from m3compile.artifact import read_manifest
+from m3compile.artifact import MANIFEST, read_manifest
 from m3compile.bench import bench
 from m3compile.build.resolve import resolve
 from m3compile.cli.app import main
 from m3compile.config import BuildConfig, build_config_from_mapping
 from m3compile.config.scales import Fp8Scales, LayerScales, write_scales
-from m3compile.errors import ConfigError, ExitCode, RequestError
+from m3compile.errors import ArtifactDamagedError, ConfigError, ExitCode, RequestError
 from m3compile.kernels import kernels
 from m3compile.kernels.fp8 import Fp8Linear, quantise_rows, quantise_weight
 from m3compile.kernels.plain_form import PlainForm
@@ -197,6 +198,26 @@ def test_the_manifest_says_what_runs_in_what(artifact: Path) -> None:
     )
     whole = sum(path.stat().st_size for path in artifact.glob("weights.safetensors"))
     assert parameters < whole < parameters + 4 * 160 * 1176 + 60_000
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda found: found.update(precision=None), "precision.linears"),
+        (lambda found: found["precision"]["linears"].pop(), "precision.linears is ['merger.fc2']"),
+        (lambda found: found["precision"]["linears"].append("x"), "precision.linears is ['x']"),
+        (lambda found: found["precision"].update(attention=False), "precision.attention is False"),
+    ],
+)
+def test_a_manifest_that_says_otherwise(
+    artifact: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    document = json.loads((artifact / MANIFEST).read_bytes())
+    change(document)
+    (tmp_path / MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(ArtifactDamagedError) as caught:
+        read_manifest(tmp_path)
+    assert says in str(caught.value)
 
 
 def test_verify_shows_the_worst_tokens(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,13 @@ from typing import NoReturn
 
 import msgspec
 
-from m3compile.artifact.manifest import MANIFEST, Manifest, TensorSpec
+from m3compile.artifact.manifest import (
+    ATTENTION_SCALES,
+    MANIFEST,
+    WEIGHT_SCALE,
+    Manifest,
+    TensorSpec,
+)
 from m3compile.artifact.seal import program_inputs, program_outputs
 from m3compile.config import build_config_from_mapping
 from m3compile.config.build import MAX_FEW_ROWS_TOKENS, MAX_ITEMS, MAX_TOKENS
@@ -39,6 +45,7 @@ def check_meaning(manifest: Manifest, path: Path) -> None:
         _refuse(path, "dtype", manifest.dtype, " or ".join(_DTYPES))
     _check_build(manifest, path)
     _check_tensors(manifest, path)
+    _check_precision(manifest, path)
     _check_names(manifest.files, manifest.needed_files, path)
     if not 0 <= manifest.few_rows_tokens <= MAX_FEW_ROWS_TOKENS:
         _refuse(
@@ -77,6 +84,22 @@ def _check_tensors(manifest: Manifest, path: Path) -> None:
         seen.add(spec.name)
         if not all(isinstance(size, int) and 0 < size < 2**40 for size in spec.shape):
             _refuse(path, f"shape of weight {spec.name}", list(spec.shape), "positive numbers")
+
+
+def _check_precision(manifest: Manifest, path: Path) -> None:
+    """What is said to be in fp8 has scales among the weights, and nothing else has."""
+    precision = manifest.precision
+    owners: dict[str, set[str]] = {WEIGHT_SCALE: set(), ATTENTION_SCALES: set()}
+    for spec in manifest.weights:
+        owner, _, kind = spec.name.rpartition(".")
+        owners.get(kind, set()).add(owner)
+    linears = set(precision.linears) if precision is not None else set()
+    if linears != owners[WEIGHT_SCALE]:
+        differing = sorted(linears ^ owners[WEIGHT_SCALE])
+        _refuse(path, "precision.linears", differing[:3], "the layers whose weights have scales")
+    attention = precision is not None and precision.attention
+    if attention != bool(owners[ATTENTION_SCALES]):
+        _refuse(path, "precision.attention", attention, "as the weights have scales of attention")
 
 
 def _check_names(names: Iterable[str], needs: Iterable[str], path: Path) -> None:
