@@ -1,7 +1,8 @@
 """What of an encoder may run in fp8: measured against eager float32, layer by layer where needed.
 
 All that is asked for is tried together. Where that breaks the bound, every layer is tried alone,
-and the worst ones stay in the artifact's dtype: as few as hold the bound, found by bisection.
+and those whose error is large for the work that fp8 saves there stay in the artifact's dtype: as few
+as hold the bound, found by bisection.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _MOST_ITEMS = 16
 # What may be used up here of the distance to the bound: among more items some are worse, and among
 # more tokens the worst is farther out.
 _ERROR_SHARE, _COSINE_SHARE = 0.95, 0.75
+# Of a photo, to weigh the work of attention with.
+_ATTENDED_ROWS = 1024
 # Stands for every error that large, and for NaN: a manifest holds numbers.
 _USELESS = 1e6
 
@@ -181,6 +184,14 @@ class _Trial:
         }
         return {**self._state, **changed, **(self._scales if ATTENTION in wanted else {})}
 
+    def work(self, name: str) -> float:
+        """Multiplications of a layer for one row of patches."""
+        config = self._tower
+        if name == ATTENTION:
+            return config.num_hidden_layers * 2 * config.hidden_size * _ATTENDED_ROWS
+        work = self._quantised[f"{name}.weight"].numel()
+        return work / config.patches_per_token if name.startswith("merger.") else work
+
     def measure(
         self, names: Collection[str], fast: bool, most_items: int = _MOST_ITEMS
     ) -> Measured:
@@ -217,7 +228,7 @@ class _Search:
         self._progress = progress or Progress()
 
     def run(self, asked: Sequence[str]) -> tuple[list[KeptLayer], bool]:
-        """The layers to keep, worst first, and whether sums may be kept in fewer bits."""
+        """The layers to keep, and whether sums may be kept in fewer bits."""
         for fast in (True, False) if self._has_fast else (False,):
             if self._holds(asked, fast):
                 return [], fast
@@ -227,7 +238,8 @@ class _Search:
             error = self._trial.measure([name], False, 1).error
             alone[name] = min(error, _USELESS) if error == error else _USELESS
             self._progress.advance(done, len(asked))
-        ranked = sorted(asked, key=lambda name: -alone[name])
+        # Errors of layers add up as squares do.
+        ranked = sorted(asked, key=lambda name: -(alone[name] ** 2) / self._trial.work(name))
         fewest, most = 1, len(ranked)
         while fewest < most:
             middle = (fewest + most) // 2
