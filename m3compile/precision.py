@@ -1,8 +1,8 @@
 """What of an encoder may run in fp8: measured against eager float32, layer by layer where needed.
 
 All that is asked for is tried together. Where that breaks the bound, every layer is tried alone,
-and those whose error is large for the work that fp8 saves there stay in the artifact's dtype: as few
-as hold the bound, found by bisection.
+and those whose error is large for the work that fp8 saves there stay in the artifact's dtype: as
+few as hold the bound, found by bisection.
 """
 
 from __future__ import annotations
