@@ -6,6 +6,7 @@ patch_dim = 3 * temporal_patch_size * patch_size**2 columns.
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import threading
@@ -61,12 +62,7 @@ def load_image(path: str | os.PathLike[str]) -> torch.Tensor:
             truncated, or has more than `MAX_IMAGE_PIXELS` pixels (nothing is decoded then).
         DependencyError: Pillow is not installed.
     """
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise DependencyError(
-            "reading image files needs Pillow: pip install 'm3compile[images]'"
-        ) from error
+    _require_pillow()
     try:
         with open(path, "rb") as file:
             return _decode(file, path)
@@ -77,6 +73,17 @@ def load_image(path: str | os.PathLike[str]) -> torch.Tensor:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{os.fspath(path)}: cannot be read: {reason}") from error
+
+
+def decode_image(data: bytes | memoryview, name: str) -> torch.Tensor:
+    """Decode one image that is in memory; result and errors as `load_image`.
+
+    Args:
+        data: the content of an image file.
+        name: what messages call it.
+    """
+    _require_pillow()
+    return _decode(io.BytesIO(data), name)
 
 
 def image_rows(
@@ -155,6 +162,15 @@ def load_images(
         if progress is not None:
             progress(len(grids), len(paths))
     return torch.cat(rows), torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise DependencyError(
+            "reading image files needs Pillow: pip install 'm3compile[images]'"
+        ) from error
 
 
 def _decode(file: IO[bytes], path: str | os.PathLike[str]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reading `manifest.json`, strictly, and writing it."""
+"""Reading `manifest.json`, strictly, and what belongs to it; writing it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from m3compile.artifact.manifest import FORMAT_VERSION, MANIFEST, Manifest
+from m3compile.artifact.files import read_json
+from m3compile.artifact.manifest import FORMAT_VERSION, MANIFEST, PREPROCESSOR, Manifest
 from m3compile.artifact.meaning import check_meaning
+from m3compile.config import PreprocessConfig, preprocess_config_for_tower
 from m3compile.config.shown import one_line, shown
 from m3compile.errors import (
     ArtifactDamagedError,
@@ -70,6 +72,18 @@ def _read(folder: Path, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ArtifactDamagedError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_preprocess(folder: Path, manifest: Manifest) -> PreprocessConfig:
+    """The image processor's settings of an artifact; the released ones where it has none.
+
+    Raises:
+        ArtifactDamagedError: the file is not JSON.
+        CheckpointError: a value is impossible, or does not fit the encoder.
+    """
+    path = folder / PREPROCESSOR
+    document = read_json(path) if PREPROCESSOR in manifest.files else {}
+    return preprocess_config_for_tower(document, manifest.tower, str(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
