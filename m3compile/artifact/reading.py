@@ -1,4 +1,4 @@
-"""Reading `manifest.json`, strictly, and what belongs to it; writing it."""
+"""Reading `manifest.json`, strictly, and writing it."""
 
 from __future__ import annotations
 
@@ -55,6 +55,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def read_preprocess(folder: Path, manifest: Manifest) -> PreprocessConfig:
+    """How images become the artifact's rows: its own settings, or the released ones.
+
+    Raises:
+        ArtifactDamagedError: its settings are not JSON.
+        CheckpointError: they cannot be honoured.
+    """
+    path = folder / PREPROCESSOR
+    document = read_json(path) if PREPROCESSOR in manifest.files else {}
+    return preprocess_config_for_tower(document, manifest.tower, str(path))
+
+
 def _read(folder: Path, path: Path) -> bytes:
     if not os.path.isdir(folder):
         raise ArtifactNotFoundError(f"{folder}: no such artifact folder")
@@ -72,18 +84,6 @@ def _read(folder: Path, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ArtifactDamagedError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def read_preprocess(folder: Path, manifest: Manifest) -> PreprocessConfig:
-    """The image processor's settings of an artifact; the released ones where it has none.
-
-    Raises:
-        ArtifactDamagedError: the file is not JSON.
-        CheckpointError: a value is impossible, or does not fit the encoder.
-    """
-    path = folder / PREPROCESSOR
-    document = read_json(path) if PREPROCESSOR in manifest.files else {}
-    return preprocess_config_for_tower(document, manifest.tower, str(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

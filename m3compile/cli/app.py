@@ -17,6 +17,7 @@ import click
 from m3compile.cli.bench import bench
 from m3compile.cli.build import build
 from m3compile.cli.checkpoint import init_checkpoint
+from m3compile.cli.embed import embed
 from m3compile.cli.encode import encode
 from m3compile.cli.export_onnx import export_onnx
 from m3compile.cli.inspect import inspect
@@ -35,7 +36,7 @@ def app() -> None:
     """
 
 
-for command in (build, verify, inspect, encode, bench, plan, export_onnx, init_checkpoint):
+for command in (build, verify, inspect, encode, embed, bench, plan, export_onnx, init_checkpoint):
     app.add_command(command)
 
 

@@ -12,29 +12,12 @@ import click
 
 from m3compile.artifact import Manifest, read_preprocess
 from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.cli.options import ManyInputs
 from m3compile.config.build import DEVICES
 from m3compile.errors import InputError, InputNotFoundError, OperationError, RequestError
 
 if TYPE_CHECKING:
     import torch
-
-
-class ManyInputs(click.Command):
-    """Lets one `--input` take several files, as shells expand `--input *.jpg`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        spread: list[str] = []
-        flag = ""
-        has_value = False
-        for word in args:
-            if word.startswith("-") and word != "-":
-                flag, has_value = word.partition("=")[0], "=" in word
-            elif has_value and flag == "--input":
-                spread.append(flag)
-            else:
-                has_value = True
-            spread.append(word)
-        return super().parse_args(ctx, spread)
 
 
 @click.command(cls=ManyInputs)
