@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 
 from m3compile.config import PreprocessConfig
-from m3compile.errors import InputError, OperationError
+from m3compile.errors import InputError, InputNotFoundError, OperationError
 from m3compile.images import decode_image, image_rows, load_image
 from m3compile.integrations.ray.data.inputs import Source
 from m3compile.integrations.ray.data.job import Job, Work, attempt, open_inputs
@@ -81,7 +81,7 @@ class Decoder(NamedTuple):
             return Item(source.name, None, (0, 0, 0), "no image: the input is null")
         try:
             rows, grid = image_rows(read(source.image), self.preprocess)
-        except (InputError, OperationError) as error:
+        except (InputError, InputNotFoundError, OperationError) as error:
             return Item(source.name, None, (0, 0, 0), " ".join(str(error).split()))
         return Item(source.name, rows.to(self.dtype), grid, None)
 
@@ -92,7 +92,9 @@ class Decoder(NamedTuple):
         tokens = 0
         for item in items:
             more = item.grid[0] * item.grid[1] * item.grid[2] // 4
-            if batch and (tokens + more > self.batch_tokens or len(batch) == self.batch_items):
+            # One image always fits, and what has none adds nothing.
+            is_over = bool(tokens and more) and tokens + more > self.batch_tokens
+            if is_over or len(batch) == self.batch_items:
                 yield batch_table(batch, shard, start, name_type)
                 start += len(batch)
                 batch, tokens = [], 0

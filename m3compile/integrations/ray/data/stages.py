@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,9 +119,9 @@ class BatchWriter(NamedTuple):
             size = partial.stat().st_size
             partial.replace(target)
         except OSError as error:
+            with suppress(OSError):
+                partial.unlink()
             raise OperationError(f"cannot write {target}: {error.strerror or error}") from None
-        finally:
-            partial.unlink(missing_ok=True)
         return pa.table(
             {
                 "rows": [len(table)],
