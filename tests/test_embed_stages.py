@@ -22,7 +22,7 @@ import m3compile
 from m3compile.config import PreprocessConfig
 from m3compile.errors import InputError, OperationError, RequestError
 from m3compile.images import image_rows, load_image, load_images
-from m3compile.integrations.ray.data.cluster import Plan, divide
+from m3compile.integrations.ray.data.cluster import Share, divide
 from m3compile.integrations.ray.data.decode import (
     Decoder,
     Item,
@@ -241,22 +241,22 @@ def test_a_file_that_cannot_be_written(golden_artifact: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("concurrency", "device", "cpus", "gpus", "plan"),
+    ("concurrency", "device", "cpus", "gpus", "share"),
     [
-        (None, "cpu", 1, 0, Plan(1, 0, 0)),
-        (None, "cpu", 2, 0, Plan(1, 0, 1)),
-        (None, "cpu", 16, 0, Plan(1, 0, 12)),
-        (3, "cpu", 16, 8, Plan(3, 0, 4)),
-        (15, "cpu", 16, 0, Plan(15, 0, 1)),
-        (None, "cuda", 64, 8, Plan(8, 1, 1)),
-        (2, "cuda", 64, 8, Plan(2, 1, 1)),
-        (None, "cuda", 1, 1, Plan(1, 1, 0)),
+        (None, "cpu", 1, 0, Share(1, 0, 0)),
+        (None, "cpu", 2, 0, Share(1, 0, 1)),
+        (None, "cpu", 16, 0, Share(1, 0, 12)),
+        (3, "cpu", 16, 8, Share(3, 0, 4)),
+        (15, "cpu", 16, 0, Share(15, 0, 1)),
+        (None, "cuda", 64, 8, Share(8, 1, 1)),
+        (2, "cuda", 64, 8, Share(2, 1, 1)),
+        (None, "cuda", 1, 1, Share(1, 1, 0)),
     ],
 )
-def test_division(concurrency: int | None, device: str, cpus: int, gpus: int, plan: Plan) -> None:
-    assert divide(concurrency, device, cpus, gpus) == plan
+def test_division(concurrency: int | None, device: str, cpus: int, gpus: int, share: Share) -> None:
+    assert divide(concurrency, device, cpus, gpus) == share
     # Something must be left to decode with.
-    assert plan.encoders * plan.cpus < cpus
+    assert share.encoders * share.cpus < cpus
 
 
 @pytest.mark.parametrize(

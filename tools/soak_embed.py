@@ -88,22 +88,34 @@ def family(root: int) -> list[int]:
     return found
 
 
-def pss_mb(pids: list[int]) -> float:
-    total = 0
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that ended may wait for its parent to look."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pss_mb(pids: list[int]) -> Counter[str]:
+    """PSS by the name of the process; Ray's workers say in theirs what they run."""
+    found: Counter[str] = Counter()
     for pid in pids:
+        folder = Path("/proc") / str(pid)
         try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            name = (folder / "cmdline").read_bytes().split(b"\0")[0].decode()
+            lines = (folder / "smaps_rollup").read_text().splitlines()
         except OSError:
             continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total * 1024 / 1e6
+        kilobytes = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        found[name.rpartition("/")[2]] += kilobytes * 1024 / 1e6
+    return found
 
 
 class Run:
     """One run of the command.
 
     Attributes:
-        peak_mb: highest PSS of it and its descendants.
+        peak_mb: highest PSS of it and its descendants, by name; the sum counts.
         code: how it ended.
         report: its summary, None where it was killed.
     """
@@ -116,10 +128,10 @@ class Run:
         command += ["--batch-tokens", str(BATCH_TOKENS)]
         started = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.peak_mb = 0.0
+        self.peak_mb: Counter[str] = Counter()
         while process.poll() is None:
             pids = family(process.pid)
-            self.peak_mb = max(self.peak_mb, pss_mb(pids))
+            self.peak_mb = max(self.peak_mb, pss_mb(pids), key=Counter.total)
             if stop():
                 process.send_signal(signal.SIGKILL)
                 process.wait()
@@ -135,7 +147,8 @@ class Run:
         return {
             "code": self.code,
             "seconds": round(self.seconds, 1),
-            "peak_pss_mb": round(self.peak_mb, 1),
+            "peak_pss_mb": round(self.peak_mb.total(), 1),
+            "peak_pss_mb_by_process": {key: round(mb, 1) for key, mb in self.peak_mb.items()},
             "report": self.report,
         }
 
@@ -143,7 +156,7 @@ class Run:
 def _wait_for_end(pids: list[int]) -> None:
     """Ray's processes end by themselves once their driver is gone."""
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(is_alive(pid) for pid in pids):
         if time.monotonic() > deadline:
             raise SystemExit("error: processes of a killed run are still there after 60 s")
         time.sleep(POLL_SECONDS)
@@ -220,7 +233,7 @@ def soak(artifact: Path, number: int, folder: Path) -> dict[str, Any]:
     resumed = Run(artifact, many, output)
     results = {"whole": check(artifact, many, folder / "out-many")}
     results["resumed"] = check(artifact, many, output)
-    rise = large.peak_mb - small.peak_mb
+    rise = large.peak_mb.total() - small.peak_mb.total()
     exact = all(
         found["rows"] == found["inputs"]
         and not (found["missing"] or found["unknown"] or found["more_than_once"])

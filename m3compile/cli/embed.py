@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -88,7 +90,8 @@ def embed(
         max_errors=max_errors,
         address=address,
     )
-    with StageProgress() as progress:
+    # Ray tells of processes that died on stdout, where the summary alone belongs.
+    with redirect_stdout(sys.stderr), StageProgress() as progress:
         report = run_embed(request, progress)
     _show(report, output, as_json)
 

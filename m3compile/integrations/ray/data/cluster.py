@@ -25,7 +25,7 @@ _BATCHES_PER_PROCESS = 4
 _DECODING_SHARE = 0.25
 
 
-class Plan(NamedTuple):
+class Share(NamedTuple):
     """What the stages may use.
 
     Attributes:
@@ -90,7 +90,7 @@ def _store_bytes(batch_bytes: int) -> int:
     return int(min(max(wanted, _LEAST_STORE_BYTES), _STORE_SHARE * memory))
 
 
-def share(concurrency: int | None, device: str) -> Plan:
+def divide_cluster(concurrency: int | None, device: str) -> Share:
     """Divide the cluster's CPUs and GPUs between encoders and decoding.
 
     Args:
@@ -104,8 +104,8 @@ def share(concurrency: int | None, device: str) -> Plan:
     return divide(concurrency, device, int(found.get("CPU", 0)), int(found.get("GPU", 0)))
 
 
-def divide(concurrency: int | None, device: str, cpus: int, gpus: int) -> Plan:
-    """As `share`, for a given number of CPUs and GPUs."""
+def divide(concurrency: int | None, device: str, cpus: int, gpus: int) -> Share:
+    """As `divide_cluster`, for a given number of CPUs and GPUs."""
     if device == "cuda":
         encoders = concurrency or gpus
         if not 1 <= encoders <= gpus:
@@ -113,11 +113,11 @@ def divide(concurrency: int | None, device: str, cpus: int, gpus: int) -> Plan:
                 f"--concurrency {encoders}: each encoder takes a GPU; Ray has {gpus}"
             )
         # A CPU each to drive the GPU, where enough are left to decode.
-        return Plan(encoders, 1, 1 if cpus > encoders else 0)
+        return Share(encoders, 1, 1 if cpus > encoders else 0)
     encoders = concurrency or 1
     if encoders > max(cpus - 1, 1):
         raise RequestError(
             f"--concurrency {encoders}: each encoder takes a CPU, and one decodes; Ray has {cpus}"
         )
     decoding = max(1, math.floor(_DECODING_SHARE * cpus))
-    return Plan(encoders, 0, max((cpus - decoding) // encoders, 1) if cpus > 1 else 0)
+    return Share(encoders, 0, max((cpus - decoding) // encoders, 1) if cpus > 1 else 0)

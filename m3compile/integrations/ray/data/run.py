@@ -1,26 +1,20 @@
-"""A job from inputs to Parquet files, as a Ray Data pipeline.
+"""A job from its request to its summary: what is asked for is checked, the output is looked at, and
+what it lacks goes through the pipeline.
 
-    decode (a task a CPU)  ->  encode (an actor a GPU)  ->  write (tasks)
-    rows of patches            embeddings                   a file a batch
-
-What Ray Data holds between stages is bounded by its backpressure, so memory does not grow with the
-input. This process sees the work to do, and for every file the numbers of what was written.
+This process sees the work to do, and for every file the numbers of what was written.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import pyarrow as pa
-import ray
-import ray.data
 import torch
 
 from m3compile.artifact import (
@@ -32,8 +26,8 @@ from m3compile.artifact import (
     read_preprocess,
 )
 from m3compile.config.build import MAX_TOKENS
-from m3compile.errors import M3CompileError, OperationError, RequestError
-from m3compile.integrations.ray.data.cluster import LOCAL, Plan, connected, share
+from m3compile.errors import OperationError, RequestError
+from m3compile.integrations.ray.data.cluster import LOCAL, connected, divide_cluster
 from m3compile.integrations.ray.data.decode import Decoder
 from m3compile.integrations.ray.data.find import resolve_inputs
 from m3compile.integrations.ray.data.job import (
@@ -45,16 +39,14 @@ from m3compile.integrations.ray.data.job import (
     open_job,
     remaining,
 )
-from m3compile.integrations.ray.data.stages import DTYPES, BatchWriter, EncodeBatches
+from m3compile.integrations.ray.data.pipeline import pipeline
+from m3compile.integrations.ray.data.stages import DTYPES, BatchWriter
 from m3compile.loading import check_machine
 from m3compile.progress import Progress
 from m3compile.version import VERSION
 
 # Decoding tasks that a job is divided into at most; each is an object that Ray keeps track of.
 _MAX_TASKS = 4096
-# Below a batch's size, so that Ray Data never joins two batches.
-_BLOCK_BYTES = 1 << 20
-_WRITERS = 2
 # Shards whose work is put into a table at a time.
 _PART_SHARDS = 4096
 _WORK = pa.schema([("shard", pa.int64()), ("gaps", pa.list_(pa.list_(pa.int64())))])
@@ -184,11 +176,11 @@ def _run(
     with ExitStack() as stack:
         with progress.stage("start Ray"):
             stack.enter_context(connected(request.address, batch_bytes))
-        plan = share(request.concurrency, manifest.requirements.device)
-        report.encoders = plan.encoders
+        share = divide_cluster(request.concurrency, manifest.requirements.device)
+        report.encoders = share.encoders
         with progress.stage("embed"):
             artifact = str(request.artifact.absolute())
-            files = _pipeline(works.tables(), decoder, artifact, plan, writer)
+            files = pipeline(works.tables(), decoder, artifact, share, writer)
             _drain(files, report, request.max_errors, progress)
 
 
@@ -220,47 +212,6 @@ class Works:
         return [table.slice(first, size) for first in range(0, len(table), size)]
 
 
-def _pipeline(
-    works: list[pa.Table], decoder: Decoder, artifact: str, plan: Plan, writer: BatchWriter
-) -> Iterator[dict[str, int]]:
-    """What was written, file by file; runs as it is read."""
-    context = ray.data.DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.target_max_block_size = _BLOCK_BYTES
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    with ray.data.DataContext.current(context):
-        batches = ray.data.from_arrow(works).map_batches(
-            decoder.__call__,
-            batch_size=None,
-            batch_format="pyarrow",
-            num_cpus=1,
-            # Its images, and the batch they become. Where two stages ask for the same, Ray Data
-            # would fuse them, and nothing would be decoded while the encoder runs.
-            memory=2 * decoder.batch_bytes,
-        )
-        encoded = batches.map_batches(
-            EncodeBatches,
-            fn_constructor_args=(artifact, writer.output, writer.dtype, max(plan.cpus, 1)),
-            batch_size=1,
-            batch_format="pyarrow",
-            zero_copy_batch=True,
-            compute=ray.data.ActorPoolStrategy(size=plan.encoders),
-            num_cpus=plan.cpus,
-            num_gpus=plan.gpus,
-        )
-        # No CPU of their own: decoding that waits for room keeps its CPU, and would wait for ever.
-        written = encoded.map_batches(
-            writer.__call__,
-            batch_size=1,
-            batch_format="pyarrow",
-            zero_copy_batch=True,
-            compute=ray.data.TaskPoolStrategy(size=_WRITERS * plan.encoders),
-            num_cpus=0,
-        )
-        yield from written.iter_rows()
-
-
 def _drain(
     files: Iterator[dict[str, int]],
     report: EmbedReport,
@@ -268,30 +219,14 @@ def _drain(
     progress: Progress,
 ) -> None:
     """Run a pipeline to its end, counting into the report."""
-    try:
-        for file in files:
-            report.files += 1
-            for name in ("rows", "errors", "tokens", "bytes"):
-                field = f"{name}_written"
-                setattr(report, field, getattr(report, field) + file[name])
-            progress.advance(report.rows_before + report.rows_written, report.rows)
-            if max_errors is not None and report.errors_written > max_errors:
-                raise OperationError(
-                    f"{report.errors_written} rows have an error, --max-errors is {max_errors}; "
-                    "what is written stays, and the same command goes on from there"
-                )
-    except M3CompileError as error:
-        raise _cause(error) from error
-    except Exception as error:
-        raise _cause(error) from error
-
-
-def _cause(error: BaseException) -> M3CompileError:
-    """The error of ours inside Ray's, or one that says what Ray said."""
-    seen: Any = error
-    while seen is not None:
-        if isinstance(seen, M3CompileError) and not isinstance(seen, ray.exceptions.RayError):
-            return seen
-        seen = getattr(seen, "cause", None) or seen.__cause__
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return OperationError(f"Ray: {lines[-1].strip()}")
+    for file in files:
+        report.files += 1
+        for name in ("rows", "errors", "tokens", "bytes"):
+            field = f"{name}_written"
+            setattr(report, field, getattr(report, field) + file[name])
+        progress.advance(report.rows_before + report.rows_written, report.rows)
+        if max_errors is not None and report.errors_written > max_errors:
+            raise OperationError(
+                f"{report.errors_written} rows have an error, --max-errors is {max_errors}; what "
+                "is written stays, and the same command goes on from there"
+            )
