@@ -53,6 +53,8 @@ ALLOWED_RISE_MB = 300
 # Small against the small job, so that it too fills every stage.
 BATCH_TOKENS = 1024
 POLL_SECONDS = 0.5
+# How long processes of a killed run may go on.
+AGENT_SECONDS = 20
 # Rows whose embeddings are compared with the encoder's.
 COMPARED = 200
 
@@ -96,8 +98,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def pss_mb(pids: list[int]) -> Counter[str]:
-    """PSS by the name of the process; Ray's workers say in theirs what they run."""
+def pss_kb(pids: list[int]) -> Counter[str]:
+    """PSS in KiB by the name of the process; Ray's workers say in theirs what they run."""
     found: Counter[str] = Counter()
     for pid in pids:
         folder = Path("/proc") / str(pid)
@@ -107,15 +109,19 @@ def pss_mb(pids: list[int]) -> Counter[str]:
         except OSError:
             continue
         kilobytes = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        found[name.rpartition("/")[2]] += kilobytes * 1024 / 1e6
+        found[name.rpartition("/")[2]] += kilobytes
     return found
+
+
+def to_mb(kibibytes: int) -> float:
+    return round(kibibytes * 1024 / 1e6, 1)
 
 
 class Run:
     """One run of the command.
 
     Attributes:
-        peak_mb: highest PSS of it and its descendants, by name; the sum counts.
+        peak_kb: highest PSS of it and its descendants, by name; the sum counts.
         code: how it ended.
         report: its summary, None where it was killed.
     """
@@ -128,10 +134,10 @@ class Run:
         command += ["--batch-tokens", str(BATCH_TOKENS)]
         started = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.peak_mb: Counter[str] = Counter()
+        self.peak_kb: Counter[str] = Counter()
         while process.poll() is None:
             pids = family(process.pid)
-            self.peak_mb = max(self.peak_mb, pss_mb(pids), key=Counter.total)
+            self.peak_kb = max(self.peak_kb, pss_kb(pids), key=Counter.total)
             if stop():
                 process.send_signal(signal.SIGKILL)
                 process.wait()
@@ -143,23 +149,30 @@ class Run:
         self.code = process.returncode
         self.report: dict[str, Any] | None = json.loads(text) if self.code == 0 else None
 
+    @property
+    def peak_mb(self) -> float:
+        return to_mb(self.peak_kb.total())
+
     def figures(self) -> dict[str, Any]:
         return {
             "code": self.code,
             "seconds": round(self.seconds, 1),
-            "peak_pss_mb": round(self.peak_mb.total(), 1),
-            "peak_pss_mb_by_process": {key: round(mb, 1) for key, mb in self.peak_mb.items()},
+            "peak_pss_mb": self.peak_mb,
+            "peak_pss_mb_by_process": {key: to_mb(kb) for key, kb in self.peak_kb.items()},
             "report": self.report,
         }
 
 
 def _wait_for_end(pids: list[int]) -> None:
-    """Ray's processes end by themselves once their driver is gone."""
-    deadline = time.monotonic() + 60
-    while any(is_alive(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            raise SystemExit("error: processes of a killed run are still there after 60 s")
+    """Ray's workers end by themselves once their driver is gone; some of its agents do not."""
+    deadline = time.monotonic() + AGENT_SECONDS
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+    for pid in filter(is_alive, pids):
+        name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+        if not name.startswith("ray::") or not name.endswith("Agent"):
+            raise SystemExit(f"error: {name} outlived a killed run by {AGENT_SECONDS} s")
+        os.kill(pid, signal.SIGKILL)
 
 
 def rows_in(output: Path) -> int:
@@ -233,7 +246,7 @@ def soak(artifact: Path, number: int, folder: Path) -> dict[str, Any]:
     resumed = Run(artifact, many, output)
     results = {"whole": check(artifact, many, folder / "out-many")}
     results["resumed"] = check(artifact, many, output)
-    rise = large.peak_mb.total() - small.peak_mb.total()
+    rise = large.peak_mb - small.peak_mb
     exact = all(
         found["rows"] == found["inputs"]
         and not (found["missing"] or found["unknown"] or found["more_than_once"])

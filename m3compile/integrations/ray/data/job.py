@@ -34,6 +34,7 @@ _JOB = "job.json"
 _LIST = "inputs.arrow"
 _LOCK = "lock"
 _ATTEMPTS = "attempts"
+_SHOWN_INPUTS = 3
 # Processes that may die of the same shard or batch before the job stops.
 _MOST_DEATHS = 3
 # How the name of a file ends while it is written; it begins with a dot.
@@ -168,7 +169,8 @@ def attempt(output: Path, what: str) -> Iterator[int]:
 
 def _told(value: object) -> str:
     if isinstance(value, tuple):
-        return ", ".join(value)
+        more = len(value) - _SHOWN_INPUTS
+        return ", ".join(value[:_SHOWN_INPUTS]) + (f" and {more} more" if more > 0 else "")
     return str(value)[:16]
 
 
