@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import GOLDENS
+from crafted import copy
 from helpers import BOUND, error_of
 from terminal import Refused, Run, Terminal
 
@@ -194,30 +195,47 @@ def test_what_stops_a_job_loses_nothing(
 ) -> None:
     paths = make_images(tmp_path / "in", 12, broken=(0, 1))
     (tmp_path / "list").mkdir()
-    for name in ("a", "b"):
-        table = pa.table({"path": paths[:6] if name == "a" else paths[6:]})
-        pq.write_table(table, tmp_path / f"list/{name}.parquet")
+    pq.write_table(pa.table({"path": paths[:6]}), tmp_path / "list/a.parquet")
+    pq.write_table(pa.table({"path": paths[6:]}), tmp_path / "list/b.parquet")
     output = tmp_path / "out"
     words = ("embed", golden_artifact, "--input", tmp_path / "list", "--output", output)
-    line = refused(4, *words, "--max-errors", 1)
-    assert "2 rows have an error, --max-errors is 1" in line
+    assert "2 rows have an error, --max-errors is 1" in refused(4, *words, "--max-errors", 1)
     # A list that changed no longer says which rows are done.
-    data = (tmp_path / "list/b.parquet").read_bytes()
     shutil.rmtree(output / "shard-0000001", ignore_errors=True)
+    (tmp_path / "list/b.parquet").rename(tmp_path / "kept")
     pq.write_table(pa.table({"path": paths[:2]}), tmp_path / "list/b.parquet")
     assert "list/b.parquet changed since the job began" in refused(2, *words)
-    stat = (tmp_path / "list/a.parquet").stat()
-    shutil.rmtree(output)
-    (tmp_path / "list/b.parquet").write_bytes(data)
-    assert stat.st_size
-    # A folder in the way of a file is an operation that failed, whichever process it failed in.
-    output.mkdir()
-    (output / "_m3compile").mkdir()
+    (tmp_path / "kept").rename(tmp_path / "list/b.parquet")
+    # The disk, as whichever process finds it.
     (output / "shard-0000001").write_bytes(b"")
     assert f"cannot write {output}/shard-0000001/" in refused(4, *words)
     (output / "shard-0000001").unlink()
     assert run(*words)[0] == 0
     assert sorted(read(output)) == paths
+
+
+def test_an_encoder_that_cannot_start(
+    refused: Refused,
+    cluster: str,
+    golden_artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fine where the command looked at it, damaged where the encoder opens it."""
+    from m3compile.integrations.ray.data import run as run_module
+
+    copy(golden_artifact, tmp_path / "artifact")
+    make_images(tmp_path / "in", 2)
+    real = run_module.divide_cluster
+
+    def damage(concurrency: int | None, device: str) -> Any:
+        (tmp_path / "artifact/weights.safetensors").unlink()
+        return real(concurrency, device)
+
+    monkeypatch.setattr(run_module, "divide_cluster", damage)
+    words = ("--input", tmp_path / "in", "--output", tmp_path / "out")
+    line = refused(3, "embed", tmp_path / "artifact", *words)
+    assert "weights.safetensors: missing" in line
 
 
 # Refusals; no Ray is started.

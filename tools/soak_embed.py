@@ -54,7 +54,7 @@ ALLOWED_RISE_MB = 300
 BATCH_TOKENS = 1024
 POLL_SECONDS = 0.5
 # How long processes of a killed run may go on.
-AGENT_SECONDS = 20
+STAY_SECONDS = 20
 # Rows whose embeddings are compared with the encoder's.
 COMPARED = 200
 
@@ -164,14 +164,14 @@ class Run:
 
 
 def _wait_for_end(pids: list[int]) -> None:
-    """Ray's workers end by themselves once their driver is gone; some of its agents do not."""
-    deadline = time.monotonic() + AGENT_SECONDS
+    """Ray's workers end by themselves once their driver is gone; some that serve Ray do not."""
+    deadline = time.monotonic() + STAY_SECONDS
     while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     for pid in filter(is_alive, pids):
         name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-        if not name.startswith("ray::") or not name.endswith("Agent"):
-            raise SystemExit(f"error: {name} outlived a killed run by {AGENT_SECONDS} s")
+        if name.startswith(("ray::MapWorker", "ray::MapBatches")):
+            raise SystemExit(f"error: {name} outlived a killed run by {STAY_SECONDS} s")
         os.kill(pid, signal.SIGKILL)
 
 
