@@ -207,6 +207,8 @@ def _done(folder: Path) -> list[tuple[int, int]]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise OperationError(f"{folder}: cannot be read: {error.strerror}") from None
     found = {}
     for name in names:
         match = _NAME.fullmatch(name)

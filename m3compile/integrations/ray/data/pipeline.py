@@ -10,14 +10,15 @@ input.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pyarrow as pa
 import ray
 import ray.data
 
+from m3compile import errors
 from m3compile.errors import M3CompileError, OperationError
 from m3compile.integrations.ray.data.cluster import Share
 from m3compile.integrations.ray.data.decode import Decoder
@@ -27,6 +28,8 @@ from m3compile.integrations.ray.data.stages import BatchWriter, EncodeBatches
 _BLOCK_BYTES = 1 << 20
 # Writing tasks at a time, for every encoder.
 _WRITERS = 2
+# How an error of ours ends the text of Ray's.
+_OURS = re.compile(r"^\s*m3compile\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 def pipeline(
@@ -98,11 +101,10 @@ def _settings() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> M3CompileError:
-    """The error of ours inside Ray's, or one that says what Ray said."""
-    seen: Any = error
-    while seen is not None:
-        if isinstance(seen, M3CompileError) and not isinstance(seen, ray.exceptions.RayError):
-            return seen
-        seen = getattr(seen, "cause", None) or seen.__cause__
+    """The error of ours that Ray's tells of; of some, Ray hands on the text alone."""
+    for name, message in reversed(_OURS.findall(str(error))):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, M3CompileError):
+            return kind(message)
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return OperationError(f"Ray: {lines[-1].strip()}")
