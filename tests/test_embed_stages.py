@@ -186,7 +186,7 @@ def test_a_file_holds_what_the_encoder_says(
     table = pq.read_table(path)
     assert table.schema.names == ["path", "token_count", "embeddings", "error"]
     metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-    assert metadata == {"m3compile.width": "96", "from": "here"}
+    assert metadata == {"m3compile.width": "96", "m3compile.from": "here"}
     assert table["path"].to_pylist() == ["none", *NAMES]
     assert table["error"].to_pylist() == ["broken", None, None, None]
     assert table["token_count"].to_pylist() == [0, *tokens]

@@ -168,7 +168,7 @@ def _run(
         settings.dtype,
         tower.output_size,
         open_inputs(output, job).name_field,
-        {"m3compile.version": VERSION, "m3compile.artifact": settings.artifact},
+        {"version": VERSION, "artifact": settings.artifact},
     )
     batch_bytes = decoder.batch_bytes + (
         settings.batch_tokens * tower.output_size * DTYPES[settings.dtype].itemsize

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from m3compile.errors import InputError, OperationError
+from m3compile.errors import InputError, M3CompileError, OperationError
 from m3compile.integrations.ray.data.decode import Grid, bytes_cell, cell_tensor
 from m3compile.integrations.ray.data.job import PARTIAL, attempt, file_of
 from m3compile.loading import load
+from m3compile.runtime import Encoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -35,7 +36,12 @@ class EncodeBatches:
         # The pixels lie in Ray's store, which nobody may write to; no encoder does.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         torch.set_num_threads(threads)
-        self._encoder = load(artifact)
+        self._encoder: Encoder | M3CompileError
+        try:
+            self._encoder = load(artifact)
+        except M3CompileError as error:
+            # Kept for the first batch: Ray would start the actor again, and again.
+            self._encoder = error
         self._output = output
         self._dtype = DTYPES[dtype]
 
@@ -43,18 +49,21 @@ class EncodeBatches:
         """A batch of `decode.batch_table`, its grids and pixels replaced by what became of them:
         token_counts, and embeddings as the bytes of (tokens, width).
         """
+        if isinstance(self._encoder, M3CompileError):
+            raise self._encoder
+        encoder = self._encoder
         errors = table["errors"][0].as_py()
         grids = np.asarray(table["grids"][0].values).reshape(-1, 3)
         good = [index for index, error in enumerate(errors) if error is None]
         counts = [0] * len(errors)
         parts = []
         if good:
-            patch_dim = self._encoder.manifest.tower.patch_dim
-            pixels = cell_tensor(table["pixels"], self._encoder.dtype).view(-1, patch_dim)
+            patch_dim = encoder.manifest.tower.patch_dim
+            pixels = cell_tensor(table["pixels"], encoder.dtype).view(-1, patch_dim)
             wanted: list[Grid] = [tuple(grids[index].tolist()) for index in good]
             name = f"encode-{table['shard'][0]}-{table['start'][0]}"
             with attempt(self._output, name):
-                results = self._encode(pixels, wanted)
+                results = self._encode(encoder, pixels, wanted)
             for index, result in zip(good, results, strict=True):
                 if isinstance(result, str):
                     errors[index] = result
@@ -67,16 +76,19 @@ class EncodeBatches:
         table = table.append_column("token_counts", pa.array([counts], pa.list_(pa.int32())))
         return table.append_column("embeddings", bytes_cell(embeddings))
 
-    def _encode(self, pixels: torch.Tensor, grids: list[Grid]) -> list[torch.Tensor | str]:
+    def _encode(
+        self, encoder: Encoder, pixels: torch.Tensor, grids: list[Grid]
+    ) -> list[torch.Tensor | str]:
         """Of every item (tokens, width) on the host in the output's dtype, or why not."""
         try:
-            results = self._encoder.encode(pixels, grids)
+            results = encoder.encode(pixels, grids)
         except InputError as error:
             if len(grids) == 1:
                 return [" ".join(str(error).split())]
             # One item that no batch may have must not take the others with it.
             rows = pixels.split([t * h * w for t, h, w in grids])
-            return [self._encode(part, [grid])[0] for part, grid in zip(rows, grids, strict=True)]
+            alone = zip(rows, grids, strict=True)
+            return [self._encode(encoder, part, [grid])[0] for part, grid in alone]
         # One copy for all: each waits for the device.
         together = torch.cat(results).to(self._dtype).cpu()
         parts = together.split([len(result) for result in results])
@@ -140,6 +152,7 @@ class BatchWriter(NamedTuple):
         embeddings = pa.ListArray.from_arrays(
             pa.array(offsets), pa.array(values), mask=errors.is_valid()
         )
+        metadata = {"width": str(self.width), **self.origin}
         schema = pa.schema(
             [
                 self.name_field,
@@ -147,7 +160,7 @@ class BatchWriter(NamedTuple):
                 pa.field("embeddings", embeddings.type),
                 pa.field("error", pa.string()),
             ],
-            {"m3compile.width": str(self.width), **self.origin},
+            {f"m3compile.{key}": value for key, value in metadata.items()},
         )
         names = batch["names"][0].values
         return pa.Table.from_arrays([names, pa.array(counts), embeddings, errors], schema=schema)
