@@ -98,3 +98,16 @@ def test_a_failed_stage_leaves_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("x")
     # The cursor is shown again.
     assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
+
+
+def test_a_long_stage_in_a_log_says_where_it_stands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with StageProgress() as progress:
+        progress.start("pack")
+        for now, done in ((101.0, 1), (130.0, 1234), (159.0, 1300), (160.0, 1400)):  # noqa: B007
+            progress.advance(done, 5000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["  pack ...", "  pack: 1,234 of 5,000", "  pack: 1,400 of 5,000"]

@@ -37,7 +37,7 @@ from m3compile.artifact.manifest import (
     few_rows_uses,
 )
 from m3compile.artifact.publish import check_target, publishing
-from m3compile.artifact.reading import read_manifest, write_manifest
+from m3compile.artifact.reading import read_manifest, read_preprocess, write_manifest
 from m3compile.artifact.seal import check_seal, program_inputs, program_outputs, seal
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     "publishing",
     "read_json",
     "read_manifest",
+    "read_preprocess",
     "seal",
     "write_manifest",
 ]

@@ -18,6 +18,7 @@ from m3compile.cli.bench import bench
 from m3compile.cli.build import build
 from m3compile.cli.calibrate import calibrate
 from m3compile.cli.checkpoint import init_checkpoint
+from m3compile.cli.embed import embed
 from m3compile.cli.encode import encode
 from m3compile.cli.export_onnx import export_onnx
 from m3compile.cli.inspect import inspect
@@ -41,6 +42,7 @@ COMMANDS = (
     verify,
     inspect,
     encode,
+    embed,
     bench,
     plan,
     calibrate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from m3compile import progress
+
+# Of a long stage in a log: how often it says where it stands.
+_LINE_SECONDS = 30
 
 # Wide enough that a table in a log file is not cut.
 _PLAIN_WIDTH = 140
@@ -34,12 +38,17 @@ def table(title: str, *columns: str) -> Table:
 
 
 class StageProgress(progress.Progress):
-    """Shows stages: a live bar on a terminal, one line a stage elsewhere. A context manager."""
+    """Shows stages: a live bar on a terminal, a line a stage and every half minute elsewhere.
+
+    A context manager.
+    """
 
     def __init__(self) -> None:
         self._console = stderr()
         self._live: Progress | None = None
         self._task: TaskID | None = None
+        self._stage = ""
+        self._next_line = 0.0
         if self._console.is_terminal:
             self._live = Progress(
                 SpinnerColumn(),
@@ -65,6 +74,7 @@ class StageProgress(progress.Progress):
             self._live.stop()
 
     def start(self, stage: str) -> None:
+        self._stage, self._next_line = stage, time.monotonic() + _LINE_SECONDS
         if self._live is None:
             self._console.print(f"  {stage} ...", markup=False)
         else:
@@ -73,6 +83,9 @@ class StageProgress(progress.Progress):
     def advance(self, done: int, total: int) -> None:
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=done, total=total)
+        elif self._live is None and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+            self._console.print(f"  {self._stage}: {done:,} of {total:,}", markup=False)
 
     def finish(self, stage: str, seconds: float) -> None:
         if self._live is not None and self._task is not None:

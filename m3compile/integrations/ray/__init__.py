@@ -1,0 +1,1 @@
+"""The encoder on Ray: Serve and Data."""
