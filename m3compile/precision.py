@@ -91,7 +91,7 @@ def fp8_request(config: BuildConfig, tower: TowerConfig) -> Fp8Request:
         assert config.fp8_scales is not None
         scales = read_scales(Path(config.fp8_scales), tower.num_hidden_layers).attention
     if config.fp8_inputs is not None:
-        items = _file_items(config.fp8_inputs, tower)
+        items = _filemeasured_items(config.fp8_inputs, tower)
     return Fp8Request(
         linears=fp8_linears(tower) if config.linear_dtype == "fp8" else (),
         scales=scales,
@@ -125,13 +125,13 @@ def choose_precision(
     tower, bounds = checkpoint.config, request.bounds
     device = state["patch_embed.weight"].device
     exact = load_module_state(checkpoint, torch.float32, device)
-    trial = _Trial(
+    trial = Trial(
         tower,
         state,
         quantised_weights(exact, request.linears),
         attention_scales(request.scales or (), device),
         backend,
-        _items(request, tower, exact),
+        measured_items(request, tower, exact),
     )
     del exact
     asked = [*request.linears, *([ATTENTION] if request.scales is not None else [])]
@@ -154,7 +154,7 @@ def choose_precision(
     )
 
 
-class _Trial:
+class Trial:
     """The eager tower in the build's dtype, with any of its layers in fp8."""
 
     def __init__(
@@ -214,7 +214,7 @@ class _Search:
     """Finds the fewest layers to keep in the build's dtype."""
 
     def __init__(
-        self, trial: _Trial, bounds: Bounds, has_fast: bool, progress: Progress | None
+        self, trial: Trial, bounds: Bounds, has_fast: bool, progress: Progress | None
     ) -> None:
         assert bounds.relative_error is not None
         assert bounds.cosine is not None
@@ -255,23 +255,23 @@ class _Search:
         return not broken_bound(self._bounds, _GRIDS[0], error, cosine, None)
 
 
-def _items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Tensor]) -> list[Item]:
+def measured_items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Tensor]) -> list[Item]:
     """What is measured on, with what eager float32 makes of it."""
     reference = make_tower(tower, exact, "TORCH_SDPA")
     device = exact["patch_embed.weight"].device
     items = []
-    for pixels, grid in request.items or _random_items(tower):
+    for pixels, grid in request.items or _randommeasured_items(tower):
         on_device = pixels.to(device, torch.float32)
         items.append(Item(on_device, grid, eager(reference, on_device, grid)))
     return items
 
 
-def _random_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+def _randommeasured_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
     fitting = [grid for grid in _GRIDS if grid[0] <= tower.vision_segment_max_frames]
     return [(random_pixels(grid, tower.patch_dim), grid) for grid in fitting]
 
 
-def _file_items(name: str, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+def _filemeasured_items(name: str, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
     """The first items of a file."""
     pixel_values, grid_thw = read_rows(name)
     try:
