@@ -91,7 +91,7 @@ def fp8_request(config: BuildConfig, tower: TowerConfig) -> Fp8Request:
         assert config.fp8_scales is not None
         scales = read_scales(Path(config.fp8_scales), tower.num_hidden_layers).attention
     if config.fp8_inputs is not None:
-        items = _filemeasured_items(config.fp8_inputs, tower)
+        items = _file_items(config.fp8_inputs, tower)
     return Fp8Request(
         linears=fp8_linears(tower) if config.linear_dtype == "fp8" else (),
         scales=scales,
@@ -260,18 +260,18 @@ def measured_items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Ten
     reference = make_tower(tower, exact, "TORCH_SDPA")
     device = exact["patch_embed.weight"].device
     items = []
-    for pixels, grid in request.items or _randommeasured_items(tower):
+    for pixels, grid in request.items or _random_items(tower):
         on_device = pixels.to(device, torch.float32)
         items.append(Item(on_device, grid, eager(reference, on_device, grid)))
     return items
 
 
-def _randommeasured_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+def _random_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
     fitting = [grid for grid in _GRIDS if grid[0] <= tower.vision_segment_max_frames]
     return [(random_pixels(grid, tower.patch_dim), grid) for grid in fitting]
 
 
-def _filemeasured_items(name: str, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+def _file_items(name: str, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
     """The first items of a file."""
     pixel_values, grid_thw = read_rows(name)
     try:

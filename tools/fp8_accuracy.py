@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--scales", type=Path)
     parser.add_argument("--inputs", type=Path)
     asked = parser.parse_args()
+    commit, is_clean = source_commit(Path(__file__).parent)
     checkpoint = open_checkpoint(asked.checkpoint)
     config = BuildConfig(
         device="cpu",
@@ -84,7 +85,6 @@ def main() -> None:
         size = sum(x.numel() * (1 if x.dtype.itemsize == 1 else 2) for x in changed.values())
         results[name] = {**found._asdict(), "layers": len(layers), "weights_bytes": size}
         print(f"{name:34}{found.error:9.2%}{found.cosine:10.5f}{size / 1e6:13.1f}", flush=True)
-    commit, is_clean = source_commit(Path(__file__).parent)
     record = {
         "what": "eager float32 with parts in fp8 against eager float32; worst item, worst token",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
