@@ -22,7 +22,7 @@ from m3compile.errors import InputError, VerificationError
 from m3compile.progress import Progress
 from m3compile.rows import read_rows
 from m3compile.tower import make_tower
-from m3compile.verify.cases import Grid, random_pixels
+from m3compile.verify.cases import FILLERS, LARGE_FILLER, Grid, random_pixels
 from m3compile.verify.judge import broken_bound, eager, relative_error
 from m3compile.weights import (
     Checkpoint,
@@ -34,8 +34,8 @@ from m3compile.weights import (
 
 ATTENTION = "attention"
 
-# A thumbnail, on which layers are ranked; a photo and a clip.
-_GRIDS: tuple[Grid, ...] = ((1, 16, 16), (1, 32, 32), (2, 8, 8))
+# What the build's own verification is made of; on the first, a thumbnail, layers are ranked.
+_GRIDS: tuple[Grid, ...] = (*FILLERS, LARGE_FILLER)
 # Of the items in a file.
 _MOST_ITEMS = 16
 # What may be used up here of the distance to the bound: among more items some are worse, and among
