@@ -18,7 +18,13 @@ import torch
 
 from m3compile.config import PreprocessConfig
 from m3compile.config.resize import resized_size
-from m3compile.errors import DependencyError, InputError, InputNotFoundError, RequestError
+from m3compile.errors import (
+    DependencyError,
+    InputError,
+    InputNotFoundError,
+    RequestError,
+    TooLargeError,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,19 +63,12 @@ def load_image(path: str | os.PathLike[str]) -> torch.Tensor:
 
     Raises:
         InputNotFoundError: there is no such file.
-        InputError: the file cannot be read, is not an image of one of `FORMATS`, is damaged or
-            truncated, or has more than `MAX_IMAGE_PIXELS` pixels (nothing is decoded then).
-        DependencyError: Pillow is not installed.
+        InputError: the file cannot be read, or as `decode_image`.
+        TooLargeError, DependencyError: as `decode_image`.
     """
     try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise DependencyError(
-            "reading image files needs Pillow: pip install 'm3compile[images]'"
-        ) from error
-    try:
         with open(path, "rb") as file:
-            return _decode(file, path)
+            return decode_image(file, os.fspath(path))
     except RequestError:
         raise
     except FileNotFoundError as error:
@@ -157,20 +156,30 @@ def load_images(
     return torch.cat(rows), torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
 
 
-def _decode(file: IO[bytes], path: str | os.PathLike[str]) -> torch.Tensor:
-    from PIL import Image, UnidentifiedImageError
+def decode_image(file: IO[bytes], name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> torch.Tensor:
+    """`load_image` of an open file, which `name` stands for in messages.
 
-    name = os.fspath(path)
+    Raises:
+        InputError: it is not an image of one of `FORMATS`, or is damaged or truncated.
+        TooLargeError: it has more than `max_pixels` pixels; nothing is decoded then.
+        DependencyError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise DependencyError(
+            "reading image files needs Pillow: pip install 'm3compile[images]'"
+        ) from error
     Image.init()
     known = [format_name for format_name in FORMATS if format_name in Image.OPEN]
     try:
         with _warnings_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image: Image.Image = Image.open(file, formats=known)
-        if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise InputError(
+        if image.width * image.height > max_pixels:
+            raise TooLargeError(
                 f"{name}: {image.width * image.height} pixels; "
-                f"allowed: at most {MAX_IMAGE_PIXELS}; scale it down first"
+                f"allowed: at most {max_pixels}; scale it down first"
             )
         image.load()
         # A copy, because numpy's own view is read-only and torch knows no such thing.
@@ -179,7 +188,7 @@ def _decode(file: IO[bytes], path: str | os.PathLike[str]) -> torch.Tensor:
     except RequestError:
         raise
     except Image.DecompressionBombError as error:
-        raise InputError(f"{name}: a decompression bomb: {error}") from error
+        raise TooLargeError(f"{name}: a decompression bomb: {error}") from error
     except UnidentifiedImageError as error:
         allowed = f"an undamaged file in one of {', '.join(known)}"
         raise InputError(f"{name}: not recognised as an image; allowed: {allowed}") from error

@@ -32,7 +32,7 @@ from m3compile.artifact.manifest import (
     TensorSpec,
 )
 from m3compile.artifact.publish import check_target, publishing
-from m3compile.artifact.reading import read_manifest, write_manifest
+from m3compile.artifact.reading import read_manifest, read_preprocess, write_manifest
 from m3compile.artifact.seal import check_seal, program_inputs, program_outputs, seal
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "publishing",
     "read_json",
     "read_manifest",
+    "read_preprocess",
     "seal",
     "write_manifest",
 ]

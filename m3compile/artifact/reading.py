@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from m3compile.artifact.manifest import FORMAT_VERSION, MANIFEST, Manifest
+from m3compile.artifact.files import read_json
+from m3compile.artifact.manifest import FORMAT_VERSION, MANIFEST, PREPROCESSOR, Manifest
 from m3compile.artifact.meaning import check_meaning
+from m3compile.config import PreprocessConfig, preprocess_config_for_tower
 from m3compile.config.shown import one_line, shown
 from m3compile.errors import (
     ArtifactDamagedError,
@@ -51,6 +53,18 @@ def read_manifest(folder: Path) -> Manifest:
         raise ArtifactDamagedError(f"{path}: {one_line(error)}") from None
     check_meaning(manifest, path)
     return manifest
+
+
+def read_preprocess(folder: Path, manifest: Manifest) -> PreprocessConfig:
+    """How images become the artifact's rows: its own settings, or the released ones.
+
+    Raises:
+        ArtifactDamagedError: its settings are not JSON.
+        CheckpointError: they cannot be honoured.
+    """
+    path = folder / PREPROCESSOR
+    document = read_json(path) if PREPROCESSOR in manifest.files else {}
+    return preprocess_config_for_tower(document, manifest.tower, str(path))
 
 
 def _read(folder: Path, path: Path) -> bytes:

@@ -21,6 +21,7 @@ from m3compile.cli.encode import encode
 from m3compile.cli.export_onnx import export_onnx
 from m3compile.cli.inspect import inspect
 from m3compile.cli.plan import plan
+from m3compile.cli.serve import serve
 from m3compile.cli.verify import verify
 from m3compile.errors import ExitCode, M3CompileError
 from m3compile.version import VERSION
@@ -35,7 +36,17 @@ def app() -> None:
     """
 
 
-for command in (build, verify, inspect, encode, bench, plan, export_onnx, init_checkpoint):
+for command in (
+    build,
+    verify,
+    inspect,
+    encode,
+    serve,
+    bench,
+    plan,
+    export_onnx,
+    init_checkpoint,
+):
     app.add_command(command)
 
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from m3compile.artifact import PREPROCESSOR, Manifest, read_json
+from m3compile.artifact import Manifest, read_preprocess
 from m3compile.cli.console import StageProgress, stderr, stdout
-from m3compile.config import preprocess_config_for_tower
 from m3compile.config.build import DEVICES
 from m3compile.errors import InputError, InputNotFoundError, OperationError, RequestError
 
@@ -105,9 +104,7 @@ def _read(
         return _read_rows(inputs[0])
     from m3compile.images import load_images
 
-    path = folder / PREPROCESSOR
-    document = read_json(path) if PREPROCESSOR in manifest.files else {}
-    config = preprocess_config_for_tower(document, manifest.tower, str(path))
+    config = read_preprocess(folder, manifest)
     return load_images([Path(name) for name in inputs], config, progress.advance)
 
 

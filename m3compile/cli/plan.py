@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import msgspec
 
-from m3compile.artifact import PREPROCESSOR, WEIGHTS, read_json, read_manifest
+from m3compile.artifact import WEIGHTS, read_manifest, read_preprocess
 from m3compile.buckets import RouteTimes, default_ladder
 from m3compile.cli.console import StageProgress, stderr, stdout
 from m3compile.cli.plan_view import show_plan
-from m3compile.config import (
-    BuildConfig,
-    PreprocessConfig,
-    TowerConfig,
-    preprocess_config_for_tower,
-)
+from m3compile.config import BuildConfig, PreprocessConfig, TowerConfig
 from m3compile.errors import OperationError, RequestError
 from m3compile.traffic import read_traffic
 
@@ -135,13 +130,10 @@ def _artifact_target(folder: Path) -> _Target:
             f"{folder} has no measured times; give --times FILE instead, or neither for the cost "
             "model of an H200"
         )
-    path = folder / PREPROCESSOR
-    document = read_json(path) if PREPROCESSOR in manifest.files else {}
-    preprocess = preprocess_config_for_tower(document, manifest.tower, str(path))
     weights = manifest.files[WEIGHTS].size
     return _Target(
         manifest.tower,
-        preprocess,
+        read_preprocess(folder, manifest),
         memory_model(manifest.tower, manifest.dtype, weights),
         manifest.times,
         f"measured for {folder.name}",
