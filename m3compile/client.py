@@ -64,9 +64,12 @@ class Client:
         self._timeout_s = timeout_s
         self._retries = retries
         try:
-            self._http = httpx.Client(base_url=url, timeout=timeout_s)
+            parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise RequestError(f"url is {url!r}: {error}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise RequestError(f"url is {url!r}; expected http://HOST:PORT")
+        self._http = httpx.Client(base_url=parsed)
 
     def encode(self, pixel_values: Any, grid_thw: Any) -> list[np.ndarray]:
         """Encode rows that a processor made.

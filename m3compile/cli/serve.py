@@ -16,6 +16,7 @@ import click
 from m3compile.cli.console import StageProgress, stderr, stdout
 from m3compile.errors import DependencyError, ExitCode
 from m3compile.integrations.ray.options import ServeOptions, serve_options
+from m3compile.integrations.ray.proxy import prefer_haproxy
 from m3compile.wire import ENCODE_PATH
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def serve(artifact: str, host: str, port: int, replicas: str, **settings: Any) -
     settings = {name: value for name, value in settings.items() if value is not None}
     values = {"artifact": str(Path(artifact).absolute()), "replicas": replicas, **settings}
     options = serve_options(_with_cores(values))
+    prefer_haproxy()
     try:
         from m3compile.integrations.ray.server import Server
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""A server on this machine from start to stop, as the command line runs it."""
+"""A server on this machine from start to stop, as the command line runs it.
+
+Call `proxy.prefer_haproxy` before this is imported: Ray reads its environment then.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,10 @@ from m3compile.artifact import check_files, read_manifest
 from m3compile.errors import M3CompileError, OperationError, RequestError, ServiceError
 from m3compile.integrations.ray.application import APPLICATION, DEPLOYMENT, make_app, num_replicas
 from m3compile.integrations.ray.options import ServeOptions
+from m3compile.integrations.ray.proxy import ADDRESS_VARIABLE
 from m3compile.loading import check_machine
 from m3compile.progress import Progress
 
-# Names a running cluster, for Ray itself too; without it a server starts its own.
-ADDRESS_VARIABLE = "RAY_ADDRESS"
 _POLL_SECONDS = 0.2
 # What Ray adds to a timeout: ours must be the one that answers.
 _PROXY_GRACE_SECONDS = 5.0
@@ -82,7 +84,7 @@ class Server:
                 return
             found = status.deployments.get(DEPLOYMENT)
             if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-                raise _start_error(found.message if found is not None else status.message)
+                raise start_error(found.message if found is not None else status.message)
             if found is not None:
                 progress.advance(found.replica_states.get("RUNNING", 0), self.replicas)
             time.sleep(_POLL_SECONDS)
@@ -190,7 +192,7 @@ def _start_proxy(host: str, port: int, timeout_s: float) -> None:
     )
 
 
-def _start_error(message: str) -> M3CompileError:
+def start_error(message: str) -> M3CompileError:
     """What a replica died of, with the exit code of that cause."""
     causes = _CAUSE.findall(message)
     if not causes:
