@@ -25,6 +25,8 @@ __all__ = ["Script", "free_port", "ray_folder", "running_server", "soak_serve"]
 
 # Before any test imports Ray Serve, which looks at the environment then.
 prefer_haproxy()
+# Replicas that leave wait so long for balancers on other machines.
+os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"
 
 
 def free_port() -> int:

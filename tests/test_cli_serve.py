@@ -25,6 +25,7 @@ from terminal import Refused, Terminal
 from m3compile.client import Client
 from m3compile.errors import ServiceError
 
+CLIENTS = 12
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -119,28 +120,31 @@ def test_sigterm_lets_accepted_requests_finish(golden_artifact: Path) -> None:
             "(1 replica on cpu, 4 budgets, 0 captured)\n"
         )
         assert re.search(r"metrics  http://\S+:\d+/metrics\n", lines[-1])
-        url = f"http://127.0.0.1:{port}"
-        outcomes: list[object] = []
-        rows = np.zeros((4 * 12_000, 1176), np.float16)
+        # One after another: each is more than a batch, and a while in the queue.
+        rows = np.zeros((4 * 600, 1176), np.float16)
+        outcomes: list[list[str]] = [[] for _ in range(CLIENTS)]
 
-        def encode() -> None:
-            with Client(url, retries=0) as client:
-                outcomes.append(client.encode(rows, [[750, 8, 8]])[0].shape)
+        def keep_encoding(noted: list[str]) -> None:
+            with Client(f"http://127.0.0.1:{port}", retries=0) as client:
+                while not noted or noted[-1] == "encoded":
+                    try:
+                        (result,) = client.encode(rows, [[1, 60, 40]])
+                        noted.append("encoded" if result.shape == (600, 96) else "wrong")
+                    except ServiceError as error:
+                        noted.append(str(error))
 
-        # More than a batch each, so one after another.
-        accepted = [threading.Thread(target=encode) for _ in range(3)]
-        for thread in accepted:
+        threads = [threading.Thread(target=keep_encoding, args=(noted,)) for noted in outcomes]
+        for thread in threads:
             thread.start()
-        time.sleep(1)
+        while min(map(len, outcomes)) < 2:
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        with Client(url, retries=0) as client:
-            assert not client.ready()
-            with pytest.raises(ServiceError, match="503"):
-                client.encode(rows[:64], [[1, 8, 8]])
-        for thread in accepted:
+        for thread in threads:
             thread.join()
-        assert outcomes == [(12_000, 96)] * 3
         assert process.wait(timeout=30) == 0
         assert process.stderr is not None
         assert "stopping: waiting for accepted requests" in process.stderr.read()
+    for noted in outcomes:
+        *done, last = noted
+        assert set(done) == {"encoded"}
+        assert "answered 503: the server is stopping" in last

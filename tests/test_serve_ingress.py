@@ -5,7 +5,9 @@ fails, or drains, against a stand-in for it. And what joins requests, against `E
 from __future__ import annotations
 
 import asyncio
+import importlib
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,9 @@ import httpx
 import pytest
 import serve_support  # noqa: F401 (settles how Ray Serve is imported)
 import torch
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
 from safetensors.torch import save
 
 import m3compile
@@ -276,6 +281,34 @@ def test_settings_that_cannot_be(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         serve_options(values)
     assert says in str(raised.value)
+
+
+def test_the_documented_config_file_is_one(
+    golden_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "serve.yaml").read_text("utf-8")
+    config = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    (application,) = config.applications
+    module, name = application.import_path.split(":")
+    args = {**application.args, "artifact": str(golden_artifact)}
+    assert isinstance(getattr(importlib.import_module(module), name)(args), serve.Application)
+    assert (config.http_options.request_timeout_s or 0) > serve_options(args).timeout_s
+
+
+def test_every_setting_is_documented() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "serving.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", text, re.MULTILINE))
+    for name, default in zip(
+        ServeOptions.__struct_fields__[1:], ServeOptions.__struct_defaults__, strict=True
+    ):
+        told = rows[name].strip("`").replace(",", "")
+        assert told == (
+            "largest budget"
+            if default is None
+            else f"{default:g}"
+            if isinstance(default, float)
+            else str(default)
+        ), name
 
 
 def test_a_refusal_survives_its_way_to_another_process() -> None:
