@@ -56,8 +56,8 @@ class Client:
     Args:
         url: of the server, without a path.
         timeout_s: for a request and its retries together.
-        retries: at most so many, after a refused or broken connection, 429, 502 or 503, or a
-            replica that died; with growing pauses, or the server's own Retry-After.
+        retries: at most so many, after a refused or broken connection, 429, 502 or 503, a replica
+            that died, or a server that starts; with growing pauses, or the server's Retry-After.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 60.0, retries: int = 4) -> None:
@@ -178,9 +178,10 @@ class Client:
 
 
 def _may_retry(answer: httpx.Response) -> bool:
-    # A 500 without the server's own words is Ray's, for a replica that died on the way.
-    died = answer.status_code == 500 and read_fault(answer.content) is None
-    return died or answer.status_code in _RETRIED_STATUSES
+    # Without the server's own words it is Ray's proxy that speaks: of a replica that died on the
+    # way (500), or of a server that is still starting (404).
+    is_proxy = answer.status_code in (404, 500) and read_fault(answer.content) is None
+    return is_proxy or answer.status_code in _RETRIED_STATUSES
 
 
 def _told_pause(headers: Mapping[str, str], pause: float) -> float:

@@ -118,7 +118,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
         (refusal(415, "MediaType", "odd"), RequestError, "odd"),
         (refusal(504, "Timeout", "late"), ServiceError, "answered 504: late"),
         (refusal(500, "Internal", "broken"), ServiceError, "answered 500: broken"),
-        ((404, {}, b"Not\nhere"), ServiceError, "answered 404: Not here"),
+        ((403, {}, b"Not\nhere"), ServiceError, "answered 403: Not here"),
+        (refusal(404, "NoRoute", "none"), RequestError, "none"),
         # Kinds that a server has no business to name.
         (refusal(400, "ExitCode", "odd"), RequestError, "odd"),
         (refusal(400, "EncoderClosedError", "odd"), RequestError, "odd"),
@@ -142,6 +143,7 @@ def test_what_is_refused_is_sent_once(answer: Any, kind: type, says: str) -> Non
         refusal(503, "Draining", "stopping"),
         (502, {}, b""),
         (500, {}, b"Internal Server Error"),
+        (404, {}, b"Path '/v1/encode' not found."),
         None,
     ],
 )

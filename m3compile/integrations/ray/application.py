@@ -15,8 +15,8 @@ from m3compile.integrations.ray.options import ServeOptions, serve_options
 
 APPLICATION = "m3compile"
 DEPLOYMENT = "Encoder"
-# A replica that cannot start is tried once more, since memory may have been short for a moment; then
-# the deployment has failed.
+# A replica that cannot start is tried once more, since memory may have been short for a moment;
+# then the deployment has failed.
 _START_ATTEMPTS = 2
 _HEALTH_SECONDS = 5
 # Beyond `queue_limit`, so that a replica itself refuses what is too much, and probes get through.

@@ -69,7 +69,8 @@ class Server:
                 self.replicas = num_replicas(options, device)
                 _check_gpus(device, self.replicas)
                 _start_proxy(host, port, options.timeout_s)
-            with progress.stage(f"start {self.replicas} replicas"):
+            count = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
+            with progress.stage(f"start {count}"):
                 self._run(make_app(options, device, self.replicas), progress)
         except BaseException:
             self.close()
