@@ -47,6 +47,10 @@ class InputError(RequestError):
     """What was handed to `encode` is not a valid batch; names the item and the rule."""
 
 
+class TooLargeError(InputError):
+    """What was handed over is well formed but above a limit; names the limit."""
+
+
 class InputNotFoundError(RequestError, FileNotFoundError):
     """A file that the request names does not exist."""
 
@@ -93,3 +97,7 @@ class BuildError(OperationError):
 
 class EncoderClosedError(OperationError):
     """The encoder was used after `close()`."""
+
+
+class ServiceError(OperationError):
+    """A server did not answer: out of reach, starting, draining, full, too slow or failed."""

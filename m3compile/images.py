@@ -18,7 +18,13 @@ import torch
 
 from m3compile.config import PreprocessConfig
 from m3compile.config.resize import resized_size
-from m3compile.errors import DependencyError, InputError, InputNotFoundError, RequestError
+from m3compile.errors import (
+    DependencyError,
+    InputError,
+    InputNotFoundError,
+    RequestError,
+    TooLargeError,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,7 +64,7 @@ def load_image(path: str | os.PathLike[str]) -> torch.Tensor:
     Raises:
         InputNotFoundError: there is no such file.
         InputError: the file cannot be read, or as `decode_image`.
-        DependencyError: as `decode_image`.
+        TooLargeError, DependencyError: as `decode_image`.
     """
     try:
         with open(path, "rb") as file:
@@ -154,8 +160,8 @@ def decode_image(file: IO[bytes], name: str, max_pixels: int = MAX_IMAGE_PIXELS)
     """`load_image` of an open file, which `name` stands for in messages.
 
     Raises:
-        InputError: it is not an image of one of `FORMATS`, is damaged or truncated, or has more
-            than `max_pixels` pixels; nothing is decoded then.
+        InputError: it is not an image of one of `FORMATS`, or is damaged or truncated.
+        TooLargeError: it has more than `max_pixels` pixels; nothing is decoded then.
         DependencyError: Pillow is not installed.
     """
     try:
@@ -171,7 +177,7 @@ def decode_image(file: IO[bytes], name: str, max_pixels: int = MAX_IMAGE_PIXELS)
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image: Image.Image = Image.open(file, formats=known)
         if image.width * image.height > max_pixels:
-            raise InputError(
+            raise TooLargeError(
                 f"{name}: {image.width * image.height} pixels; "
                 f"allowed: at most {max_pixels}; scale it down first"
             )
@@ -182,7 +188,7 @@ def decode_image(file: IO[bytes], name: str, max_pixels: int = MAX_IMAGE_PIXELS)
     except RequestError:
         raise
     except Image.DecompressionBombError as error:
-        raise InputError(f"{name}: a decompression bomb: {error}") from error
+        raise TooLargeError(f"{name}: a decompression bomb: {error}") from error
     except UnidentifiedImageError as error:
         allowed = f"an undamaged file in one of {', '.join(known)}"
         raise InputError(f"{name}: not recognised as an image; allowed: {allowed}") from error

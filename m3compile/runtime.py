@@ -206,17 +206,19 @@ class Encoder:
             given (see `LadderGauge.report`); and, if traffic is recorded, traffic (see
             `TrafficRecorder.state`).
         """
+        stats: dict[str, Any] = self.counts()
         with self._lock:
-            stats = {
-                **self._counts,
-                "nonfinite_items": self._runner.nonfinite_items,
-                "by_budget": dict(self._by_budget),
-            }
+            stats["by_budget"] = dict(self._by_budget)
             if self._recorder is not None:
                 self._recorder.flush()
                 stats["traffic"] = self._recorder.state()
             served = self._served.counts()
         return {**stats, "ladder": self._gauge.report(served)}
+
+    def counts(self) -> dict[str, int]:
+        """The counters of `stats`, calls to nonfinite_items, at little cost. It waits too."""
+        with self._lock:
+            return {**self._counts, "nonfinite_items": self._runner.nonfinite_items}
 
     def prepare_run(
         self,

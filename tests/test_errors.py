@@ -17,6 +17,7 @@ CONTRACT: dict[str, tuple[int, type[Exception]]] = {
     "RequestError": (2, ValueError),
     "ConfigError": (2, ValueError),
     "InputError": (2, ValueError),
+    "TooLargeError": (2, ValueError),
     "InputNotFoundError": (2, FileNotFoundError),
     "DependencyError": (2, ImportError),
     "CheckpointError": (3, ValueError),
@@ -28,6 +29,7 @@ CONTRACT: dict[str, tuple[int, type[Exception]]] = {
     "OperationError": (4, RuntimeError),
     "BuildError": (4, RuntimeError),
     "EncoderClosedError": (4, RuntimeError),
+    "ServiceError": (4, RuntimeError),
 }
 KINDS = {
     name: kind

@@ -23,6 +23,7 @@ from m3compile.cli.encode import encode
 from m3compile.cli.export_onnx import export_onnx
 from m3compile.cli.inspect import inspect
 from m3compile.cli.plan import plan
+from m3compile.cli.serve import serve
 from m3compile.cli.verify import verify
 from m3compile.errors import ExitCode, M3CompileError
 from m3compile.version import VERSION
@@ -42,6 +43,7 @@ COMMANDS = (
     verify,
     inspect,
     encode,
+    serve,
     embed,
     bench,
     plan,
