@@ -226,12 +226,21 @@ def test_jobs_together(encoder: m3compile.Encoder) -> None:
     assert encode_jobs(encoder, [empty]) == [[]]
 
 
-def test_a_job_that_is_not_finite_fails_alone(encoder: m3compile.Encoder) -> None:
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (float("nan"), "item 1: pixel_values has a value that is not finite"),
+        (3e30, "item 1: pixel_values reaches 3e+30, too large for the encoder"),
+    ],
+)
+def test_a_job_that_is_not_finite_fails_alone(
+    encoder: m3compile.Encoder, bad: float, says: str
+) -> None:
     jobs = jobs_of(encoder, 3)
-    jobs[1].rows[1][2, 5] = float("nan")
+    jobs[1].rows[1][2, 5] = bad
     outcomes = encode_jobs(encoder, jobs)
     assert isinstance(outcomes[1], InputError)
-    assert str(outcomes[1]).startswith("item 1: pixel_values has a value that is not finite")
+    assert str(outcomes[1]).startswith(says)
     for index in (0, 2):
         assert_same(outcomes[index], encoder.encode(list(jobs[index].rows), GRIDS))
 

@@ -18,6 +18,10 @@ from m3compile.grids import Grid
 from m3compile.runtime import Encoder
 
 
+# Normalised pixels are of order 1; the encoder itself overflows far beyond this.
+_LARGEST_PIXEL = 1e4
+
+
 class Job(NamedTuple):
     """A request that was checked by itself: it cannot break a batch that it joins.
 
@@ -89,6 +93,12 @@ def _check_finite(job: Job, embeddings: list[Tensor]) -> Outcome:
                 f"item {index}: pixel_values has a value that is not finite; expected numbers"
             )
         if found[:, 0].isnan().any():
+            largest = float(rows.abs().max())
+            if largest > _LARGEST_PIXEL:
+                return InputError(
+                    f"item {index}: pixel_values reaches {largest:.3g}, too large for the encoder; "
+                    "expected normalised pixels"
+                )
             return OperationError(f"item {index}: its embeddings are NaN, its pixels are not")
     return embeddings
 
