@@ -17,7 +17,6 @@ from m3compile.errors import InputError, M3CompileError, OperationError
 from m3compile.grids import Grid
 from m3compile.runtime import Encoder
 
-
 # Normalised pixels are of order 1; the encoder itself overflows far beyond this.
 _LARGEST_PIXEL = 1e4
 
