@@ -29,7 +29,7 @@ from m3compile.writing import write_whole
 FP8_MAX = 448.0
 
 # The normal numbers of float32, in which kernels hold a scale.
-_SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+SMALLEST_SCALE, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _ALLOWED = "a positive number that is normal in float32"
 
 _MAX_BYTES = 4 * 1024 * 1024
@@ -150,7 +150,7 @@ def write_scales(path: Path, scales: Fp8Scales, facts: Mapping[str, Any] | None 
 def _check_scale(name: str, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Compared, not converted: a whole number can be too large for a float. NaN fails it too.
-    if not number or not _SMALLEST <= value <= _LARGEST:
+    if not number or not SMALLEST_SCALE <= value <= _LARGEST:
         raise ValueError(f"{name} is {shown(value)}; allowed: {_ALLOWED}")
 
 
