@@ -121,6 +121,7 @@ def choose_precision(
 
     Raises:
         VerificationError: nothing that was asked for holds the bound.
+        InputError: as `measured_items`.
     """
     tower, bounds = checkpoint.config, request.bounds
     device = state["patch_embed.weight"].device
@@ -207,7 +208,11 @@ class Trial:
             got = eager(tower, item.pixels.to(self._dtype), item.grid).to(torch.float32)
             errors.append(relative_error(got, item.expected))
             cosines.append(float(torch.cosine_similarity(got, item.expected, dim=1).min()))
-        return Measured(max(errors), min(cosines))
+        # Not Python's max and min, which lose a NaN behind a number.
+        return Measured(
+            float(torch.tensor(errors, dtype=torch.float64).max()),
+            float(torch.tensor(cosines, dtype=torch.float64).min()),
+        )
 
 
 class _Search:
@@ -256,13 +261,23 @@ class _Search:
 
 
 def measured_items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Tensor]) -> list[Item]:
-    """What is measured on, with what eager float32 makes of it."""
+    """What is measured on, with what eager float32 makes of it.
+
+    Raises:
+        InputError: eager float32 makes nothing finite of an item.
+    """
     reference = make_tower(tower, exact, "TORCH_SDPA")
     device = exact["patch_embed.weight"].device
     items = []
-    for pixels, grid in request.items or _random_items(tower):
+    for number, (pixels, grid) in enumerate(request.items or _random_items(tower)):
         on_device = pixels.to(device, torch.float32)
-        items.append(Item(on_device, grid, eager(reference, on_device, grid)))
+        expected = eager(reference, on_device, grid)
+        if not bool(expected.isfinite().all()):
+            raise InputError(
+                f"fp8_inputs {request.inputs}: item {number} has pixels that are too large for "
+                "the encoder; expected normalised pixels"
+            )
+        items.append(Item(on_device, grid, expected))
     return items
 
 

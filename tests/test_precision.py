@@ -25,6 +25,7 @@ from m3compile.errors import (
     InputNotFoundError,
     VerificationError,
 )
+from m3compile.kernels.fp8 import Fp8Linear
 from m3compile.precision import ATTENTION, Fp8Request, choose_precision, fp8_request
 from m3compile.tower import Tower, make_tower
 from m3compile.verify import eager
@@ -236,6 +237,35 @@ def test_bad_inputs(
         save_file(tensors, path)
     with pytest.raises(error, match=message):
         request(fp8_inputs=str(path))
+
+
+def test_inputs_that_are_too_large(
+    checkpoint: Checkpoint, state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Finite pixels behind ordinary ones, of which eager float32 makes NaN."""
+    path = tmp_path / "items.safetensors"
+    rows = random_rows([(1, 4, 4)] * 2)
+    rows[16:] = 1e38
+    save_file({"pixel_values": rows, "grid_thw": torch.tensor([[1, 4, 4]] * 2)}, path)
+    with pytest.raises(InputError, match=r"items.safetensors: item 1 has pixels .*too large"):
+        choose_precision(checkpoint, request(fp8_inputs=str(path)), state, "TORCH_SDPA")
+
+
+def test_a_nan_is_not_lost_behind_numbers(
+    checkpoint: Checkpoint, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fp8 that spoils the last item alone: a bound that is this wide would hold without it."""
+
+    def spoiled(tower: Tower, pixels: Tensor, grid: Grid) -> Tensor:
+        result = eager(tower, pixels, grid)
+        is_fp8 = any(isinstance(part, Fp8Linear) for part in tower.modules())
+        return result * float("nan") if is_fp8 and grid == (2, 8, 8) else result
+
+    monkeypatch.setattr("m3compile.precision.eager", spoiled)
+    with pytest.raises(VerificationError, match="no layer holds"):
+        choose_precision(
+            checkpoint, request(fp8_max_error=0.9, fp8_min_cosine=0.1), state, "TORCH_SDPA"
+        )
 
 
 def test_scales_of_another_encoder(tmp_path: Path) -> None:
