@@ -23,7 +23,7 @@ from m3compile.progress import Progress
 from m3compile.rows import read_rows
 from m3compile.tower import make_tower
 from m3compile.verify.cases import Grid, random_pixels
-from m3compile.verify.judge import broken_bound, eager, relative_error
+from m3compile.verify.judge import broken_bound, eager, largest, relative_error, smallest
 from m3compile.weights import (
     Checkpoint,
     attention_scales,
@@ -208,11 +208,7 @@ class Trial:
             got = eager(tower, item.pixels.to(self._dtype), item.grid).to(torch.float32)
             errors.append(relative_error(got, item.expected))
             cosines.append(float(torch.cosine_similarity(got, item.expected, dim=1).min()))
-        # Not Python's max and min, which lose a NaN behind a number.
-        return Measured(
-            float(torch.tensor(errors, dtype=torch.float64).max()),
-            float(torch.tensor(cosines, dtype=torch.float64).min()),
-        )
+        return Measured(largest(errors), smallest(cosines))
 
 
 class _Search:
