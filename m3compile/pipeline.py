@@ -120,14 +120,16 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             state = load_module_state(checkpoint, dtype, config.device, progress.advance)
         tower = checkpoint.config
         with progress.stage("choose attention", seconds):
-            choice, is_fp8 = _choose_attention(config, tower)
-            request = request if is_fp8 else request._replace(scales=None)
+            whole, fp8 = _choose_attention(config, tower)
+            request = request if fp8 is not None else request._replace(scales=None)
         precision = None
         if request.linears or request.scales:
             with progress.stage("choose precision", seconds):
+                fp8_name = fp8.name if fp8 is not None else None
                 state, precision = choose_precision(
-                    checkpoint, request, state, choice.name, progress
+                    checkpoint, request, state, whole.name, fp8_name, progress
                 )
+        choice = _settle_attention(whole, fp8, precision)
         with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
             _compile(config, tower, state, choice.name, precision, staging, progress, seconds)
             with progress.stage("write weights", seconds):
@@ -156,8 +158,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     return BuildReport(out, manifest, verification, seconds, list(checkpoint.warnings))
 
 
-def _choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, bool]:
-    """The backend, and whether it takes q, k and v in fp8: where asked for, and faster."""
+def _choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, Choice | None]:
+    """The backend in the build's dtype, and that in fp8: None where not asked for, or no faster."""
     assert config.device is not None
     assert config.dtype is not None
 
@@ -174,13 +176,23 @@ def _choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, 
 
     whole = choose(config.dtype)
     if config.attention_dtype != "fp8":
-        return whole, False
+        return whole, None
     fp8 = choose("fp8")
     # On a CPU there is nothing to gain: it is asked for to see what fp8 computes.
     if config.device == "cpu" or fp8.is_faster_than(whole):
-        return fp8._replace(reason=f"in fp8, {fp8.reason}; in {config.dtype}, {whole.reason}"), True
+        reason = f"in fp8, {fp8.reason}; in {config.dtype}, {whole.reason}"
+        return whole, fp8._replace(reason=reason)
     reason = f"{whole.reason}; fp8 is not faster: {fp8.reason}"
-    return whole._replace(reason=reason), False
+    return whole._replace(reason=reason), None
+
+
+def _settle_attention(whole: Choice, fp8: Choice | None, precision: Precision | None) -> Choice:
+    """The backend of what the artifact will hold: attention that broke the bound is not in fp8."""
+    if fp8 is None or precision is None:
+        return whole
+    if precision.attention:
+        return fp8
+    return whole._replace(reason=f"{whole.reason}; fp8 breaks the bound")
 
 
 def _compile(

@@ -1,8 +1,8 @@
 """What of an encoder may run in fp8: measured against eager float32, layer by layer where needed.
 
-All that is asked for is tried together. Where that breaks the bound, every layer is tried alone,
-and those whose error is large for the work that fp8 saves there stay in the artifact's dtype: as
-few as hold the bound, found by bisection.
+All that is asked for is tried together. Where that breaks the bound, every layer is tried alone.
+What breaks it by itself, and then what makes a large error for the work that fp8 saves there,
+stays in the artifact's dtype: as few as hold the bound, found by bisection.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Fp8Request(NamedTuple):
     Attributes:
         linears: the linear layers; empty where they are not asked for.
         scales: of attention in every layer; None where it is not asked for.
-        items: pixels and grid of what it is measured on; None for random ones.
+        items: pixels and grid of what it is measured on beside random ones; None for those alone.
         inputs: the name of their file, or `random`.
         bounds: what the artifact is held to.
     """
@@ -106,6 +106,7 @@ def choose_precision(
     request: Fp8Request,
     state: dict[str, Tensor],
     backend: str,
+    fp8_backend: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], Precision]:
     """Decide what runs in fp8, and quantise it.
@@ -114,7 +115,8 @@ def choose_precision(
         checkpoint: what `state` came from; its float32 values are the reference.
         request: something is asked for.
         state: in the build's dtype, by the tower's names, where the program will run.
-        backend: of the attention op; one that takes fp8 where attention is asked for.
+        backend: of the attention op.
+        fp8_backend: of attention in fp8, where that is asked for; None for `backend`.
 
     Returns:
         The tower's state with what is in fp8, and the record for the manifest.
@@ -126,13 +128,18 @@ def choose_precision(
     tower, bounds = checkpoint.config, request.bounds
     device = state["patch_embed.weight"].device
     exact = load_module_state(checkpoint, torch.float32, device)
+    items = measured_items(request, tower, exact)
+    if request.items is not None:
+        # By these `verify` judges the build: what holds on real items alone would fail there.
+        items += measured_items(request._replace(items=None), tower, exact)
     trial = Trial(
         tower,
         state,
         quantised_weights(exact, request.linears),
         attention_scales(request.scales or (), device),
         backend,
-        measured_items(request, tower, exact),
+        items,
+        fp8_backend,
     )
     del exact
     asked = [*request.linears, *([ATTENTION] if request.scales is not None else [])]
@@ -143,9 +150,12 @@ def choose_precision(
             f"no layer holds an error of {bounds.relative_error} and a cosine of "
             f"{bounds.cosine} in fp8; raise fp8_max_error, or leave fp8 out"
         )
+    linears = tuple(name for name in chosen if name != ATTENTION)
+    # Attention has no products of ours.
+    fast = fast and bool(linears)
     measured = trial.measure(chosen, fast)
     return trial.state_with(chosen), Precision(
-        linears=tuple(name for name in chosen if name != ATTENTION),
+        linears=linears,
         attention=ATTENTION in chosen,
         fast_accumulation=fast,
         kept=tuple(kept),
@@ -166,12 +176,14 @@ class Trial:
         scales: dict[str, Tensor],
         backend: str,
         items: Sequence[Item],
+        fp8_backend: str | None = None,
     ) -> None:
         self._tower = tower
         self._state = state
         self._quantised = quantised
         self._scales = scales
         self._backend = backend
+        self._fp8_backend = fp8_backend or backend
         self._items = items
         self._dtype = state["patch_embed.weight"].dtype
 
@@ -200,9 +212,8 @@ class Trial:
 
         On the first `most_items` items.
         """
-        tower = make_tower(
-            self._tower, self.state_with(names), self._backend, fast_accumulation=fast
-        )
+        backend = self._fp8_backend if ATTENTION in names else self._backend
+        tower = make_tower(self._tower, self.state_with(names), backend, fast_accumulation=fast)
         errors, cosines = [], []
         for item in self._items[:most_items]:
             got = eager(tower, item.pixels.to(self._dtype), item.grid).to(torch.float32)
@@ -233,14 +244,21 @@ class _Search:
         for fast in (True, False) if self._has_fast else (False,):
             if self._holds(asked, fast):
                 return [], fast
-        alone = {}
+        alone: dict[str, float] = {}
+        hopeless: set[str] = set()
         for done, name in enumerate(asked, 1):
+            error, cosine = self._trial.measure([name], False, 1)
             # A layer that makes the result NaN is the worst there is.
-            error = self._trial.measure([name], False, 1).error
             alone[name] = min(error, _USELESS) if error == error else _USELESS
+            if not self._is_within(error, cosine):
+                hopeless.add(name)
             self._progress.advance(done, len(asked))
-        # Errors of layers add up as squares do.
-        ranked = sorted(asked, key=lambda name: -(alone[name] ** 2) / self._trial.work(name))
+
+        def price(name: str) -> tuple[bool, float]:
+            # Errors of layers add up as squares do.
+            return name in hopeless, alone[name] ** 2 / self._trial.work(name)
+
+        ranked = sorted(asked, key=price, reverse=True)
         fewest, most = 1, len(ranked)
         while fewest < most:
             middle = (fewest + most) // 2
@@ -252,7 +270,9 @@ class _Search:
         return [KeptLayer(name=name, error=alone[name]) for name in ranked[:fewest]], fast
 
     def _holds(self, names: Collection[str], fast: bool) -> bool:
-        error, cosine = self._trial.measure(names, fast)
+        return self._is_within(*self._trial.measure(names, fast))
+
+    def _is_within(self, error: float, cosine: float) -> bool:
         return not broken_bound(self._bounds, _GRIDS[0], error, cosine, None)
 
 

@@ -15,12 +15,14 @@ import msgspec
 import pytest
 import torch
 from conftest import GOLDEN_CHECKPOINT
+from fake_compiler import NO_REPORT, use_golden_program
 from helpers import Grid, assert_same_bits, eager, error_of, random_rows, split_rows
 from torch import Tensor, nn
 
 import m3compile
-from m3compile import Encoder
+from m3compile import Encoder, pipeline
 from m3compile.artifact import MANIFEST, read_manifest
+from m3compile.attention import Choice
 from m3compile.bench import bench
 from m3compile.build.resolve import resolve
 from m3compile.cli.app import main
@@ -301,6 +303,37 @@ def test_linear_layers_in_another_dtype_than_the_build() -> None:
     config = BuildConfig(device="cpu", dtype="float32", linear_dtype="bfloat16")
     with pytest.raises(ConfigError, match="linear_dtype is 'bfloat16'; allowed: float32"):
         resolve(config)
+
+
+def test_attention_that_breaks_the_bound_is_not_said_to_be_in_fp8(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scales cut most of the numbers off; the program is another's."""
+    use_golden_program(artifact, monkeypatch)
+    monkeypatch.setattr(pipeline, "_prove", lambda _, manifest, *__: (manifest, NO_REPORT))
+
+    def choose(name: str, device: str, dtype: str, **_: object) -> Choice:
+        return Choice("TORCH_SDPA", f"chosen for {dtype}", ())
+
+    monkeypatch.setattr(pipeline, "choose_backend", choose)
+    config = BuildConfig(
+        checkpoint=str(GOLDEN_CHECKPOINT),
+        device="cpu",
+        linear_dtype="fp8",
+        attention_dtype="fp8",
+        fp8_scales=str(tmp_path / "scales.json"),
+        fp8_max_error=0.3,
+        fp8_min_cosine=0.8,
+    )
+    reasons = []
+    for scale in (0.04, 1e-4):
+        write_scales(tmp_path / "scales.json", Fp8Scales((LayerScales(*[scale] * 3),) * 3, {}))
+        report = build(msgspec.structs.replace(config, out=str(tmp_path / str(scale))))
+        reasons.append(report.manifest.provenance.attention_reason)
+    assert reasons == [
+        "in fp8, chosen for fp8; in float32, chosen for float32",
+        "chosen for float32; fp8 breaks the bound",
+    ]
 
 
 def test_missing_scales_end_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
