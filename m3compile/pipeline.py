@@ -109,15 +109,17 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     out = Path(config.out)
     artifact.check_target(out, force=config.force)
     # Refused here, before a checkpoint is read, if no implementation can serve.
-    candidates(config.attention, config.device, config.dtype, captured=is_captured(config))
+    for dtype in (config.dtype, config.attention_dtype or config.dtype):
+        candidates(config.attention, config.device, dtype, captured=is_captured(config))
     require_compiler()
     with _checkpoint_folder(config, progress) as folder:
         with progress.stage("read checkpoint", seconds):
             checkpoint = open_checkpoint(folder)
             _check_preprocessor(checkpoint)
             request = fp8_request(config, checkpoint.config)
-            dtype = _DTYPES[config.dtype]
-            state = load_module_state(checkpoint, dtype, config.device, progress.advance)
+            state = load_module_state(
+                checkpoint, _DTYPES[config.dtype], config.device, progress.advance
+            )
         tower = checkpoint.config
         with progress.stage("choose attention", seconds):
             whole, fp8 = _choose_attention(config, tower)

@@ -305,6 +305,42 @@ def test_linear_layers_in_another_dtype_than_the_build() -> None:
         resolve(config)
 
 
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """A machine with a GPU of some compute capability, as far as `resolve` looks."""
+
+    def set_up(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "SOME GPU")
+
+    return set_up
+
+
+def test_a_gpu_without_such_products(fake_cuda: Callable[[tuple[int, int]], None]) -> None:
+    fake_cuda((8, 0))
+    with pytest.raises(ConfigError, match=r"fp8 is asked for on SOME GPU; allowed: .*8\.9"):
+        resolve(BuildConfig(device="cuda", linear_dtype="fp8"))
+    assert resolve(BuildConfig(device="cuda")).dtype == "bfloat16"
+    fake_cuda((9, 0))
+    assert resolve(BuildConfig(device="cuda", linear_dtype="fp8")).dtype == "bfloat16"
+
+
+def test_attention_without_fp8_is_refused_before_the_checkpoint_is_read(
+    fake_cuda: Callable[[tuple[int, int]], None], tmp_path: Path
+) -> None:
+    fake_cuda((9, 0))
+    config = BuildConfig(
+        checkpoint=str(tmp_path / "none"),
+        out=str(tmp_path / "out"),
+        attention="FLASH_ATTN_4",
+        attention_dtype="fp8",
+        fp8_scales="scales.json",
+    )
+    with pytest.raises(ConfigError, match=r"FLASH_ATTN_4 is refused: .*use auto or FLASH_ATTN_3"):
+        build(config)
+
+
 def test_attention_that_breaks_the_bound_is_not_said_to_be_in_fp8(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
