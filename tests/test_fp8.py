@@ -205,6 +205,19 @@ def test_the_manifest_says_what_runs_in_what(artifact: Path) -> None:
     assert parameters < whole < parameters + 4 * 160 * 1176 + 60_000
 
 
+def spec_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    (spec,) = (spec for spec in document["weights"] if spec["name"] == name)
+    return spec
+
+
+def without_fp8(document: dict[str, Any]) -> None:
+    """An artifact without fp8 that has the bounds of one with it."""
+    document["precision"].update(linears=[], attention=False)
+    document["weights"] = [
+        {**spec, "dtype": "float32"} for spec in document["weights"] if "_scale" not in spec["name"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -212,6 +225,27 @@ def test_the_manifest_says_what_runs_in_what(artifact: Path) -> None:
         (lambda found: found["precision"]["linears"].pop(), "precision.linears is ['merger.fc2']"),
         (lambda found: found["precision"]["linears"].append("x"), "precision.linears is ['x']"),
         (lambda found: found["precision"].update(attention=False), "precision.attention is False"),
+        (lambda found: found["precision"]["linears"].append("layers.0.qkv"), "scales, once"),
+        (lambda found: spec_of(found, "layers.1.attention_scales").update(name="x"), "attention"),
+        (
+            lambda found: spec_of(found, "layers.1.attention_scales").update(shape=[3]),
+            "layers.1.attention_scales float32 [3], expected",
+        ),
+        (
+            lambda found: spec_of(found, "merger.fc1.weight_scale").update(shape=[1]),
+            "merger.fc1.weight_scale float32 [1], expected",
+        ),
+        (
+            lambda found: spec_of(found, "merger.fc1.weight").update(dtype="float32"),
+            "merger.fc1.weight float32",
+        ),
+        (
+            lambda found: spec_of(found, "patch_embed.weight").update(dtype="float8_e4m3fn"),
+            "patch_embed.weight is 'float8_e4m3fn'",
+        ),
+        (without_fp8, "expected null where nothing is in fp8"),
+        (lambda found: found["bounds"].update(relative_error=0.9), "bounds is"),
+        (lambda found: found["bounds"].update(relative_error=None, cosine=None), "bounds is"),
     ],
 )
 def test_a_manifest_that_says_otherwise(
