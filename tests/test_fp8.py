@@ -322,6 +322,7 @@ def test_onnx_needs_the_checkpoint(artifact: Path, tmp_path: Path) -> None:
         ({"linear_dtype": "int8"}, ("linear_dtype is 'int8'", "fp8")),
         ({"linear_dtype": "fp8", "fp8_max_error": 0}, ("fp8_max_error is 0", "between 0 and 1")),
         ({"linear_dtype": "fp8", "fp8_max_error": True}, ("fp8_max_error is True",)),
+        ({"fp8_max_error": 0.5}, ("fp8_max_error is 0.5 without linear_dtype",)),
         ({"linear_dtype": "fp8", "fp8_min_cosine": "x"}, ("fp8_min_cosine is 'x'",)),
         ({"linear_dtype": "fp8", "fp8_min_cosine": float("nan")}, ("fp8_min_cosine is nan",)),
     ],
@@ -404,6 +405,17 @@ def test_attention_that_breaks_the_bound_is_not_said_to_be_in_fp8(
         "in fp8, chosen for fp8; in float32, chosen for float32",
         "chosen for float32; fp8 breaks the bound",
     ]
+
+
+def test_bounds_that_nothing_holds_end_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["build", str(GOLDEN_CHECKPOINT), "--device", "cpu", "--out", str(tmp_path / "a")]
+    words += ["--linear-dtype", "fp8", "--fp8-max-error", "1e-4", "--fp8-min-cosine", "0.9"]
+    assert main(words) == ExitCode.VERIFICATION
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "no layer holds an error of 0.0001 and a cosine of 0.9 in fp8" in last
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_scales_end_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
