@@ -7,6 +7,7 @@ itself rounds to e4m3; and calls of the same encoder in the same bucket, bit for
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from conftest import GOLDEN_CHECKPOINT
+from crafted import edited
 from fake_compiler import NO_REPORT, use_golden_program
 from helpers import Grid, assert_same_bits, eager, error_of, random_rows, split_rows
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from m3compile import Encoder, pipeline
 from m3compile.artifact import MANIFEST, read_manifest
 from m3compile.attention import Choice
 from m3compile.bench import bench
+from m3compile.bench.request import make_request
 from m3compile.build.resolve import resolve
 from m3compile.cli.app import main
 from m3compile.config import BuildConfig, build_config_from_mapping
@@ -306,6 +309,21 @@ def test_bench_against_the_whole_artifact(artifact: Path, golden_artifact: Path)
     assert case.check.error is not None
     assert 0.01 < case.check.error < 0.6
     assert any("golden" in peer.name for peer in case.peers)
+
+
+def test_who_judges(artifact: Path, golden_artifact: Path, tmp_path: Path) -> None:
+    """An artifact in fp8 is judged by its own weights where the other has fp8 as well."""
+    other = shutil.copytree(artifact, tmp_path / "other")
+    with edited(other) as document:
+        document["precision"]["max_error"] += 0.01
+    options = {"budgets": None, "quick": True, "traffic": None, "skip_bad": False}
+    for subject, against, judge in (
+        (artifact, golden_artifact, golden_artifact),
+        (golden_artifact, artifact, golden_artifact),
+        (artifact, other, artifact),
+        (artifact, None, artifact),
+    ):
+        assert make_request(subject, against=against, **options).reference == judge
 
 
 def test_onnx_needs_the_checkpoint(artifact: Path, tmp_path: Path) -> None:
