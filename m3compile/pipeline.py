@@ -126,7 +126,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             request = request if fp8 is not None else request._replace(scales=None)
         precision = None
         if request.linears or request.scales:
-            with progress.stage("choose precision", seconds):
+            with progress.stage("choose precision", seconds), _memory_told():
                 fp8_name = fp8.name if fp8 is not None else None
                 state, precision = choose_precision(
                     checkpoint, request, state, whole.name, fp8_name, progress
@@ -218,12 +218,7 @@ def _compile(
     programs = [("", passes, artifact.PROGRAM, MAX_TOKENS, state)]
     if config.specialize:
         most = config.specialize[-1]
-        # Its own attention is never in fp8.
-        used = {
-            key: value
-            for key, value in state.items()
-            if not key.endswith(artifact.ATTENTION_SCALES)
-        }
+        used = {name: tensor for name, tensor in state.items() if artifact.few_rows_uses(name)}
         programs.append((" for few rows", "few_rows", artifact.FEW_ROWS_PROGRAM, most, used))
     for suffix, form, name, max_tokens, weights in programs:
         with progress.stage(f"export{suffix}", seconds):
@@ -287,14 +282,22 @@ def _checkpoint_folder(config: BuildConfig, progress: Progress) -> Iterator[Path
 
 
 @contextmanager
+def _memory_told() -> Iterator[None]:
+    """Turn a device that is full into an error of ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BuildError(f"out of device memory: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
 def _one_line(staging: Path) -> Iterator[None]:
     """Turn what the system throws into an error of ours."""
     try:
-        yield
+        with _memory_told():
+            yield
     except M3CompileError:
         raise
-    except torch.OutOfMemoryError as error:
-        raise BuildError(f"out of device memory: {str(error).splitlines()[0]}") from error
     except SafetensorError as error:
         raise BuildError(f"cannot write to {staging.parent}: {error}") from error
     except OSError as error:

@@ -31,7 +31,7 @@ from m3compile.build.resolve import resolve
 from m3compile.cli.app import main
 from m3compile.config import BuildConfig, build_config_from_mapping
 from m3compile.config.scales import Fp8Scales, LayerScales, write_scales
-from m3compile.errors import ArtifactDamagedError, ConfigError, ExitCode, RequestError
+from m3compile.errors import ArtifactDamagedError, BuildError, ConfigError, ExitCode, RequestError
 from m3compile.kernels import kernels
 from m3compile.kernels.fp8 import Fp8Linear, quantise_rows, quantise_weight
 from m3compile.kernels.plain_form import PlainForm
@@ -423,6 +423,21 @@ def test_attention_that_breaks_the_bound_is_not_said_to_be_in_fp8(
         "in fp8, chosen for fp8; in float32, chosen for float32",
         "chosen for float32; fp8 breaks the bound",
     ]
+
+
+def test_memory_that_is_too_small_for_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate")
+
+    monkeypatch.setattr(pipeline, "choose_precision", choose)
+    config = BuildConfig(
+        checkpoint=str(GOLDEN_CHECKPOINT), out=str(tmp_path / "a"), device="cpu", linear_dtype="fp8"
+    )
+    with pytest.raises(BuildError, match=r"^out of device memory: CUDA out of memory\. Tried to$"):
+        build(config)
+    assert not list(tmp_path.iterdir())
 
 
 def test_bounds_that_nothing_holds_end_the_command(
