@@ -27,8 +27,9 @@ from m3compile.artifact import (
     program_inputs,
     program_outputs,
 )
-from m3compile.attention import Choice, choose_backend
+from m3compile.attention import Choice
 from m3compile.build.aoti import compile_package, require_compiler
+from m3compile.build.attention import choose_attention, settle_attention
 from m3compile.build.export import export_tower
 from m3compile.build.reduce_overhead import fill_cache, save_exported
 from m3compile.build.resolve import is_captured, max_segments, resolve
@@ -122,7 +123,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             )
         tower = checkpoint.config
         with progress.stage("choose attention", seconds):
-            whole, fp8 = _choose_attention(config, tower)
+            whole, fp8 = choose_attention(config, tower)
             request = request if fp8 is not None else request._replace(scales=None)
         precision = None
         if request.linears or request.scales:
@@ -131,7 +132,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
                 state, precision = choose_precision(
                     checkpoint, request, state, whole.name, fp8_name, progress
                 )
-        choice = _settle_attention(whole, fp8, precision)
+        choice = settle_attention(whole, fp8, precision)
         with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
             _compile(config, tower, state, choice.name, precision, staging, progress, seconds)
             with progress.stage("write weights", seconds):
@@ -158,43 +159,6 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
             del state
             manifest, verification = _prove(staging, manifest, checkpoint, progress, seconds)
     return BuildReport(out, manifest, verification, seconds, list(checkpoint.warnings))
-
-
-def _choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, Choice | None]:
-    """The backend in the build's dtype, and that in fp8: None where not asked for, or no faster."""
-    assert config.device is not None
-    assert config.dtype is not None
-
-    def choose(dtype: str) -> Choice:
-        assert config.device is not None
-        return choose_backend(
-            config.attention,
-            config.device,
-            dtype,
-            captured=is_captured(config),
-            num_heads=tower.num_attention_heads,
-            head_dim=tower.head_dim,
-        )
-
-    whole = choose(config.dtype)
-    if config.attention_dtype != "fp8":
-        return whole, None
-    fp8 = choose("fp8")
-    # On a CPU there is nothing to gain: it is asked for to see what fp8 computes.
-    if config.device == "cpu" or fp8.is_faster_than(whole):
-        reason = f"in fp8, {fp8.reason}; in {config.dtype}, {whole.reason}"
-        return whole, fp8._replace(reason=reason)
-    reason = f"{whole.reason}; fp8 is not faster: {fp8.reason}"
-    return whole._replace(reason=reason), None
-
-
-def _settle_attention(whole: Choice, fp8: Choice | None, precision: Precision | None) -> Choice:
-    """The backend of what the artifact will hold: attention that broke the bound is not in fp8."""
-    if fp8 is None or precision is None:
-        return whole
-    if precision.attention:
-        return fp8
-    return whole._replace(reason=f"{whole.reason}; fp8 breaks the bound")
 
 
 def _compile(

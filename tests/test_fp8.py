@@ -404,7 +404,7 @@ def test_attention_that_breaks_the_bound_is_not_said_to_be_in_fp8(
     def choose(name: str, device: str, dtype: str, **_: object) -> Choice:
         return Choice("TORCH_SDPA", f"chosen for {dtype}", ())
 
-    monkeypatch.setattr(pipeline, "choose_backend", choose)
+    monkeypatch.setattr("m3compile.build.attention.choose_backend", choose)
     config = BuildConfig(
         checkpoint=str(GOLDEN_CHECKPOINT),
         device="cpu",
