@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from conftest import GOLDEN_CHECKPOINT
-from crafted import edited
+from crafted import change_weights, edited
 from fake_compiler import NO_REPORT, use_golden_program
 from helpers import Grid, assert_same_bits, eager, error_of, random_rows, split_rows
 from torch import Tensor, nn
@@ -324,6 +324,15 @@ def test_who_judges(artifact: Path, golden_artifact: Path, tmp_path: Path) -> No
         (artifact, None, artifact),
     ):
         assert make_request(subject, against=against, **options).reference == judge
+
+
+def test_another_checkpoint_of_the_same_sizes(
+    artifact: Path, golden_artifact: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(golden_artifact, tmp_path / "other")
+    change_weights(other, lambda tensors: tensors["patch_embed.weight"].mul_(1.01))
+    with pytest.raises(RequestError, match=r"other: has another patch_embed.weight than"):
+        bench(artifact, quick=True, budgets=[16], against=other)
 
 
 def test_onnx_needs_the_checkpoint(artifact: Path, tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ import torch
 from m3compile.artifact import WEIGHTS, Manifest, check_files, read_manifest
 from m3compile.bench.cases import FULL, QUICK, Effort, choose_budgets
 from m3compile.errors import RequestError
-from m3compile.loading import check_machine
+from m3compile.loading import check_machine, load_weights
 from m3compile.traffic import Call, read_traffic
+
+# The weight that two artifacts of one checkpoint hold alike.
+_NEVER_FP8 = "patch_embed.weight"
 
 
 class Request(NamedTuple):
@@ -112,6 +115,16 @@ def _checked_other(other: Path, folder: Path, manifest: Manifest) -> Manifest:
     for what, theirs, ours in compared:
         if theirs != ours:
             raise RequestError(f"--against {other}: has {what} {theirs}; {folder} has {ours}")
+    # Another training of the same encoder has files of the same names and sizes.
+    weights = (
+        load_weights(*pair, torch.device("cpu")) for pair in ((other, found), (folder, manifest))
+    )
+    theirs, ours = (each[_NEVER_FP8] for each in weights)
+    if not torch.equal(theirs, ours):
+        raise RequestError(
+            f"--against {other}: has another {_NEVER_FP8} than {folder}; expected artifacts of one "
+            "checkpoint"
+        )
     return found
 
 
