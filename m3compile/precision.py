@@ -2,7 +2,8 @@
 
 All that is asked for is tried together. Where that breaks the bound, every layer is tried alone.
 What breaks it by itself, and then what makes a large error for the work that fp8 saves there,
-stays in the artifact's dtype: as few as hold the bound, found by bisection.
+stays in the artifact's dtype. How many is found by bisection: what is left holds the bound, and
+no fewer would do as long as every layer that stays out makes the result better.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class Trial:
 
 
 class _Search:
-    """Finds the fewest layers to keep in the build's dtype."""
+    """Finds the layers to keep in the build's dtype."""
 
     def __init__(
         self, trial: Trial, bounds: Bounds, has_fast: bool, progress: Progress | None
