@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from m3compile.batch import check_batch
 from m3compile.config import TowerConfig
 from m3compile.config.build import MAX_TOKENS
-from m3compile.config.scales import FP8_MAX, Fp8Scales, LayerScales, linear_names
+from m3compile.config.scales import (
+    FP8_MAX,
+    Fp8Scales,
+    LayerScales,
+    check_scale,
+    linear_names,
+)
 from m3compile.errors import InputError, RequestError
 from m3compile.grids import Grid
 from m3compile.kernels.plain_form import PlainForm
@@ -122,7 +128,7 @@ def calibrate(
 
     Raises:
         RequestError: the margin is impossible; there are no items; or a tensor was zero throughout,
-            or overflowed `dtype`.
+            overflowed `dtype`, or has no scale in float32.
         InputError: a source holds no valid batch, or an item that is not finite; says which.
         CheckpointError: the checkpoint has changed, or holds values that are not finite.
     """
@@ -212,12 +218,19 @@ class _Seen:
         amax = float(self._amax)
         if not math.isfinite(amax):
             raise RequestError(f"{name} is not finite in {dtype}; calibrate with dtype float32")
-        if not amax:
+        squares = float(self._squares)
+        # Also where every square is too small for float32.
+        if not squares:
             raise RequestError(
                 f"{name} is zero throughout, no scale follows from that; expected real items"
             )
-        ratio = amax / math.sqrt(float(self._squares) / self._count)
-        return Recorded(name, amax, ratio, amax * margin / FP8_MAX)
+        ratio = amax / math.sqrt(squares / self._count)
+        scale = amax * margin / FP8_MAX
+        try:
+            check_scale(f"the scale of {name}", scale)
+        except ValueError as error:
+            raise RequestError(f"{error}, from {amax:.3g} with margin {margin:g}") from None
+        return Recorded(name, amax, ratio, scale)
 
 
 class _Recorder:

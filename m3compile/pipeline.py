@@ -27,8 +27,9 @@ from m3compile.artifact import (
     program_inputs,
     program_outputs,
 )
-from m3compile.attention import Choice, choose_backend
+from m3compile.attention import Choice
 from m3compile.build.aoti import compile_package, require_compiler
+from m3compile.build.attention import choose_attention, settle_attention
 from m3compile.build.export import export_tower
 from m3compile.build.reduce_overhead import fill_cache, save_exported
 from m3compile.build.resolve import is_captured, max_segments, resolve
@@ -109,25 +110,29 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     out = Path(config.out)
     artifact.check_target(out, force=config.force)
     # Refused here, before a checkpoint is read, if no implementation can serve.
-    candidates(config.attention, config.device, config.dtype, captured=is_captured(config))
+    for dtype in (config.dtype, config.attention_dtype or config.dtype):
+        candidates(config.attention, config.device, dtype, captured=is_captured(config))
     require_compiler()
     with _checkpoint_folder(config, progress) as folder:
         with progress.stage("read checkpoint", seconds):
             checkpoint = open_checkpoint(folder)
             _check_preprocessor(checkpoint)
             request = fp8_request(config, checkpoint.config)
-            dtype = _DTYPES[config.dtype]
-            state = load_module_state(checkpoint, dtype, config.device, progress.advance)
+            state = load_module_state(
+                checkpoint, _DTYPES[config.dtype], config.device, progress.advance
+            )
         tower = checkpoint.config
         with progress.stage("choose attention", seconds):
-            choice, is_fp8 = _choose_attention(config, tower)
-            request = request if is_fp8 else request._replace(scales=None)
+            whole, fp8 = choose_attention(config, tower)
+            request = request if fp8 is not None else request._replace(scales=None)
         precision = None
         if request.linears or request.scales:
-            with progress.stage("choose precision", seconds):
+            with progress.stage("choose precision", seconds), _memory_told():
+                fp8_name = fp8.name if fp8 is not None else None
                 state, precision = choose_precision(
-                    checkpoint, request, state, choice.name, progress
+                    checkpoint, request, state, whole.name, fp8_name, progress
                 )
+        choice = settle_attention(whole, fp8, precision)
         with artifact.publishing(out, force=config.force) as staging, _one_line(staging):
             _compile(config, tower, state, choice.name, precision, staging, progress, seconds)
             with progress.stage("write weights", seconds):
@@ -156,33 +161,6 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     return BuildReport(out, manifest, verification, seconds, list(checkpoint.warnings))
 
 
-def _choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, bool]:
-    """The backend, and whether it takes q, k and v in fp8: where asked for, and faster."""
-    assert config.device is not None
-    assert config.dtype is not None
-
-    def choose(dtype: str) -> Choice:
-        assert config.device is not None
-        return choose_backend(
-            config.attention,
-            config.device,
-            dtype,
-            captured=is_captured(config),
-            num_heads=tower.num_attention_heads,
-            head_dim=tower.head_dim,
-        )
-
-    whole = choose(config.dtype)
-    if config.attention_dtype != "fp8":
-        return whole, False
-    fp8 = choose("fp8")
-    # On a CPU there is nothing to gain: it is asked for to see what fp8 computes.
-    if config.device == "cpu" or fp8.is_faster_than(whole):
-        return fp8._replace(reason=f"in fp8, {fp8.reason}; in {config.dtype}, {whole.reason}"), True
-    reason = f"{whole.reason}; fp8 is not faster: {fp8.reason}"
-    return whole._replace(reason=reason), False
-
-
 def _compile(
     config: BuildConfig,
     tower: TowerConfig,
@@ -204,12 +182,7 @@ def _compile(
     programs = [("", passes, artifact.PROGRAM, MAX_TOKENS, state)]
     if config.specialize:
         most = config.specialize[-1]
-        # Its own attention is never in fp8.
-        used = {
-            key: value
-            for key, value in state.items()
-            if not key.endswith(artifact.ATTENTION_SCALES)
-        }
+        used = {name: tensor for name, tensor in state.items() if artifact.few_rows_uses(name)}
         programs.append((" for few rows", "few_rows", artifact.FEW_ROWS_PROGRAM, most, used))
     for suffix, form, name, max_tokens, weights in programs:
         with progress.stage(f"export{suffix}", seconds):
@@ -273,14 +246,22 @@ def _checkpoint_folder(config: BuildConfig, progress: Progress) -> Iterator[Path
 
 
 @contextmanager
+def _memory_told() -> Iterator[None]:
+    """Turn a device that is full into an error of ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BuildError(f"out of device memory: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
 def _one_line(staging: Path) -> Iterator[None]:
     """Turn what the system throws into an error of ours."""
     try:
-        yield
+        with _memory_told():
+            yield
     except M3CompileError:
         raise
-    except torch.OutOfMemoryError as error:
-        raise BuildError(f"out of device memory: {str(error).splitlines()[0]}") from error
     except SafetensorError as error:
         raise BuildError(f"cannot write to {staging.parent}: {error}") from error
     except OSError as error:

@@ -1,8 +1,9 @@
 """What of an encoder may run in fp8: measured against eager float32, layer by layer where needed.
 
-All that is asked for is tried together. Where that breaks the bound, every layer is tried alone,
-and those whose error is large for the work that fp8 saves there stay in the artifact's dtype: as
-few as hold the bound, found by bisection.
+All that is asked for is tried together. Where that breaks the bound, every layer is tried alone.
+What breaks it by itself, and then what makes a large error for the work that fp8 saves there,
+stays in the artifact's dtype. How many is found by bisection: what is left holds the bound, and
+no fewer would do as long as every layer that stays out makes the result better.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from m3compile.progress import Progress
 from m3compile.rows import read_rows
 from m3compile.tower import make_tower
 from m3compile.verify.cases import FILLERS, LARGE_FILLER, Grid, random_pixels
-from m3compile.verify.judge import broken_bound, eager, relative_error
+from m3compile.verify.judge import broken_bound, eager, largest, relative_error, smallest
 from m3compile.weights import (
     Checkpoint,
     attention_scales,
@@ -61,7 +62,7 @@ class Fp8Request(NamedTuple):
     Attributes:
         linears: the linear layers; empty where they are not asked for.
         scales: of attention in every layer; None where it is not asked for.
-        items: pixels and grid of what it is measured on; None for random ones.
+        items: pixels and grid of what it is measured on beside random ones; None for those alone.
         inputs: the name of their file, or `random`.
         bounds: what the artifact is held to.
     """
@@ -106,6 +107,7 @@ def choose_precision(
     request: Fp8Request,
     state: dict[str, Tensor],
     backend: str,
+    fp8_backend: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], Precision]:
     """Decide what runs in fp8, and quantise it.
@@ -114,24 +116,31 @@ def choose_precision(
         checkpoint: what `state` came from; its float32 values are the reference.
         request: something is asked for.
         state: in the build's dtype, by the tower's names, where the program will run.
-        backend: of the attention op; one that takes fp8 where attention is asked for.
+        backend: of the attention op.
+        fp8_backend: of attention in fp8, where that is asked for; None for `backend`.
 
     Returns:
         The tower's state with what is in fp8, and the record for the manifest.
 
     Raises:
         VerificationError: nothing that was asked for holds the bound.
+        InputError: as `measured_items`.
     """
     tower, bounds = checkpoint.config, request.bounds
     device = state["patch_embed.weight"].device
     exact = load_module_state(checkpoint, torch.float32, device)
+    items = measured_items(request, tower, exact)
+    if request.items is not None:
+        # By these `verify` judges the build: what holds on real items alone would fail there.
+        items += measured_items(request._replace(items=None), tower, exact)
     trial = Trial(
         tower,
         state,
         quantised_weights(exact, request.linears),
         attention_scales(request.scales or (), device),
         backend,
-        measured_items(request, tower, exact),
+        items,
+        fp8_backend,
     )
     del exact
     asked = [*request.linears, *([ATTENTION] if request.scales is not None else [])]
@@ -142,9 +151,12 @@ def choose_precision(
             f"no layer holds an error of {bounds.relative_error} and a cosine of "
             f"{bounds.cosine} in fp8; raise fp8_max_error, or leave fp8 out"
         )
+    linears = tuple(name for name in chosen if name != ATTENTION)
+    # Attention has no products of ours.
+    fast = fast and bool(linears)
     measured = trial.measure(chosen, fast)
     return trial.state_with(chosen), Precision(
-        linears=tuple(name for name in chosen if name != ATTENTION),
+        linears=linears,
         attention=ATTENTION in chosen,
         fast_accumulation=fast,
         kept=tuple(kept),
@@ -165,12 +177,14 @@ class Trial:
         scales: dict[str, Tensor],
         backend: str,
         items: Sequence[Item],
+        fp8_backend: str | None = None,
     ) -> None:
         self._tower = tower
         self._state = state
         self._quantised = quantised
         self._scales = scales
         self._backend = backend
+        self._fp8_backend = fp8_backend or backend
         self._items = items
         self._dtype = state["patch_embed.weight"].dtype
 
@@ -199,19 +213,18 @@ class Trial:
 
         On the first `most_items` items.
         """
-        tower = make_tower(
-            self._tower, self.state_with(names), self._backend, fast_accumulation=fast
-        )
+        backend = self._fp8_backend if ATTENTION in names else self._backend
+        tower = make_tower(self._tower, self.state_with(names), backend, fast_accumulation=fast)
         errors, cosines = [], []
         for item in self._items[:most_items]:
             got = eager(tower, item.pixels.to(self._dtype), item.grid).to(torch.float32)
             errors.append(relative_error(got, item.expected))
             cosines.append(float(torch.cosine_similarity(got, item.expected, dim=1).min()))
-        return Measured(max(errors), min(cosines))
+        return Measured(largest(errors), smallest(cosines))
 
 
 class _Search:
-    """Finds the fewest layers to keep in the build's dtype."""
+    """Finds the layers to keep in the build's dtype."""
 
     def __init__(
         self, trial: Trial, bounds: Bounds, has_fast: bool, progress: Progress | None
@@ -232,14 +245,21 @@ class _Search:
         for fast in (True, False) if self._has_fast else (False,):
             if self._holds(asked, fast):
                 return [], fast
-        alone = {}
+        alone: dict[str, float] = {}
+        hopeless: set[str] = set()
         for done, name in enumerate(asked, 1):
+            error, cosine = self._trial.measure([name], False, 1)
             # A layer that makes the result NaN is the worst there is.
-            error = self._trial.measure([name], False, 1).error
             alone[name] = min(error, _USELESS) if error == error else _USELESS
+            if not self._is_within(error, cosine):
+                hopeless.add(name)
             self._progress.advance(done, len(asked))
-        # Errors of layers add up as squares do.
-        ranked = sorted(asked, key=lambda name: -(alone[name] ** 2) / self._trial.work(name))
+
+        def price(name: str) -> tuple[bool, float]:
+            # Errors of layers add up as squares do.
+            return name in hopeless, alone[name] ** 2 / self._trial.work(name)
+
+        ranked = sorted(asked, key=price, reverse=True)
         fewest, most = 1, len(ranked)
         while fewest < most:
             middle = (fewest + most) // 2
@@ -251,18 +271,30 @@ class _Search:
         return [KeptLayer(name=name, error=alone[name]) for name in ranked[:fewest]], fast
 
     def _holds(self, names: Collection[str], fast: bool) -> bool:
-        error, cosine = self._trial.measure(names, fast)
+        return self._is_within(*self._trial.measure(names, fast))
+
+    def _is_within(self, error: float, cosine: float) -> bool:
         return not broken_bound(self._bounds, _GRIDS[0], error, cosine, None)
 
 
 def measured_items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Tensor]) -> list[Item]:
-    """What is measured on, with what eager float32 makes of it."""
+    """What is measured on, with what eager float32 makes of it.
+
+    Raises:
+        InputError: eager float32 makes nothing finite of an item.
+    """
     reference = make_tower(tower, exact, "TORCH_SDPA")
     device = exact["patch_embed.weight"].device
     items = []
-    for pixels, grid in request.items or _random_items(tower):
+    for number, (pixels, grid) in enumerate(request.items or _random_items(tower)):
         on_device = pixels.to(device, torch.float32)
-        items.append(Item(on_device, grid, eager(reference, on_device, grid)))
+        expected = eager(reference, on_device, grid)
+        if not bool(expected.isfinite().all()):
+            raise InputError(
+                f"fp8_inputs {request.inputs}: item {number} has pixels that are too large for "
+                "the encoder; expected normalised pixels"
+            )
+        items.append(Item(on_device, grid, expected))
     return items
 
 

@@ -249,6 +249,18 @@ def test_no_items(checkpoint: Checkpoint, sources: list[Source]) -> None:
         calibrate(checkpoint, sources)
 
 
+def test_a_margin_that_leaves_no_scale(checkpoint: Checkpoint) -> None:
+    with pytest.raises(RequestError, match=r"the scale of patch_embed is .*with margin 1e\+300"):
+        calibrate(checkpoint, [source(random_rows(MIX), MIX)], margin=1e300)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30])
+def test_pixels_of_next_to_nothing(checkpoint: Checkpoint, size: float) -> None:
+    rows = random_rows(MIX) * size
+    with pytest.raises(RequestError, match="patch_embed is zero throughout"):
+        calibrate(checkpoint, [source(rows, MIX)])
+
+
 @pytest.mark.parametrize("margin", [0.99, 0.0, -1.5, math.nan, math.inf])
 def test_margins_that_are_refused(checkpoint: Checkpoint, margin: float) -> None:
     with pytest.raises(RequestError, match="margin is"):

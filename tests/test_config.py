@@ -454,7 +454,7 @@ def test_refused_backend_gives_reason_and_way_out(name: str, device: str, way_ou
         ("ROCM_AITER_FA", "cpu", "bfloat16", False, ("does not run on cpu", "TORCH_SDPA")),
         ("FLASH_ATTN_3", "cuda", "float32", True, ("float32", "bfloat16", "capture: never")),
         ("auto", "cuda", "float32", True, ("float32", "use dtype bfloat16", "TORCH_SDPA")),
-        ("FLASH_ATTN_4", "cuda", "fp8", True, ("fp8", "use dtype bfloat16")),
+        ("FLASH_ATTN_4", "cuda", "fp8", True, ("fp8", "auto or FLASH_ATTN_3", "attention_dtype")),
         ("NOPE", "cuda", "bfloat16", True, ("'NOPE'", "auto, FLASH_ATTN", "TORCH_SDPA")),
         (["auto"], "cuda", "bfloat16", True, ("['auto']", "auto, FLASH_ATTN")),
         ("auto", "tpu", "bfloat16", True, ("device", "'tpu'", "cuda, cpu")),

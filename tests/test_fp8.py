@@ -7,6 +7,7 @@ itself rounds to e4m3; and calls of the same encoder in the same bucket, bit for
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,22 @@ import msgspec
 import pytest
 import torch
 from conftest import GOLDEN_CHECKPOINT
+from crafted import change_weights, edited
+from fake_compiler import NO_REPORT, use_golden_program
 from helpers import Grid, assert_same_bits, eager, error_of, random_rows, split_rows
 from torch import Tensor, nn
 
 import m3compile
-from m3compile import Encoder
+from m3compile import Encoder, pipeline
 from m3compile.artifact import MANIFEST, read_manifest
+from m3compile.attention import Choice
 from m3compile.bench import bench
+from m3compile.bench.request import make_request
 from m3compile.build.resolve import resolve
 from m3compile.cli.app import main
 from m3compile.config import BuildConfig, build_config_from_mapping
 from m3compile.config.scales import Fp8Scales, LayerScales, write_scales
-from m3compile.errors import ArtifactDamagedError, ConfigError, ExitCode, RequestError
+from m3compile.errors import ArtifactDamagedError, BuildError, ConfigError, ExitCode, RequestError
 from m3compile.kernels import kernels
 from m3compile.kernels.fp8 import Fp8Linear, quantise_rows, quantise_weight
 from m3compile.kernels.plain_form import PlainForm
@@ -133,7 +138,10 @@ def test_a_layer_is_that_of_rounding() -> None:
     layer.bias.data = bias
     expected = nn.functional.linear(by_row(x), by_row(weight), bias)
     assert error_of(layer(quantise_rows(x)), expected) < 1e-6
-    assert torch.equal(layer(quantise_rows(torch.zeros(1, 160))), bias[None])
+    # Nothing, and so little that a scale of it is no number of float32.
+    rows = torch.zeros(4, 160)
+    rows[1:, 3] = torch.tensor([1e-45, 1e-42, -1e-38])
+    torch.testing.assert_close(layer(quantise_rows(rows)), bias.expand(4, 480))
 
     place = kernels("plain").locate(
         torch.tensor([[1, 4, 4], [1, 2, 4]], dtype=torch.int32), 24, torch.rand(13)
@@ -200,6 +208,19 @@ def test_the_manifest_says_what_runs_in_what(artifact: Path) -> None:
     assert parameters < whole < parameters + 4 * 160 * 1176 + 60_000
 
 
+def spec_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    (spec,) = (spec for spec in document["weights"] if spec["name"] == name)
+    return spec
+
+
+def without_fp8(document: dict[str, Any]) -> None:
+    """An artifact without fp8 that has the bounds of one with it."""
+    document["precision"].update(linears=[], attention=False)
+    document["weights"] = [
+        {**spec, "dtype": "float32"} for spec in document["weights"] if "_scale" not in spec["name"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -207,6 +228,27 @@ def test_the_manifest_says_what_runs_in_what(artifact: Path) -> None:
         (lambda found: found["precision"]["linears"].pop(), "precision.linears is ['merger.fc2']"),
         (lambda found: found["precision"]["linears"].append("x"), "precision.linears is ['x']"),
         (lambda found: found["precision"].update(attention=False), "precision.attention is False"),
+        (lambda found: found["precision"]["linears"].append("layers.0.qkv"), "scales, once"),
+        (lambda found: spec_of(found, "layers.1.attention_scales").update(name="x"), "attention"),
+        (
+            lambda found: spec_of(found, "layers.1.attention_scales").update(shape=[3]),
+            "layers.1.attention_scales float32 [3], expected",
+        ),
+        (
+            lambda found: spec_of(found, "merger.fc1.weight_scale").update(shape=[1]),
+            "merger.fc1.weight_scale float32 [1], expected",
+        ),
+        (
+            lambda found: spec_of(found, "merger.fc1.weight").update(dtype="float32"),
+            "merger.fc1.weight float32",
+        ),
+        (
+            lambda found: spec_of(found, "patch_embed.weight").update(dtype="float8_e4m3fn"),
+            "patch_embed.weight is 'float8_e4m3fn'",
+        ),
+        (without_fp8, "expected null where nothing is in fp8"),
+        (lambda found: found["bounds"].update(relative_error=0.9), "bounds is"),
+        (lambda found: found["bounds"].update(relative_error=None, cosine=None), "bounds is"),
     ],
 )
 def test_a_manifest_that_says_otherwise(
@@ -269,6 +311,30 @@ def test_bench_against_the_whole_artifact(artifact: Path, golden_artifact: Path)
     assert any("golden" in peer.name for peer in case.peers)
 
 
+def test_who_judges(artifact: Path, golden_artifact: Path, tmp_path: Path) -> None:
+    """An artifact in fp8 is judged by its own weights where the other has fp8 as well."""
+    other = shutil.copytree(artifact, tmp_path / "other")
+    with edited(other) as document:
+        document["precision"]["max_error"] += 0.01
+    options = {"budgets": None, "quick": True, "traffic": None, "skip_bad": False}
+    for subject, against, judge in (
+        (artifact, golden_artifact, golden_artifact),
+        (golden_artifact, artifact, golden_artifact),
+        (artifact, other, artifact),
+        (artifact, None, artifact),
+    ):
+        assert make_request(subject, against=against, **options).reference == judge
+
+
+def test_another_checkpoint_of_the_same_sizes(
+    artifact: Path, golden_artifact: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(golden_artifact, tmp_path / "other")
+    change_weights(other, lambda tensors: tensors["patch_embed.weight"].mul_(1.01))
+    with pytest.raises(RequestError, match=r"other: has another patch_embed.weight than"):
+        bench(artifact, quick=True, budgets=[16], against=other)
+
+
 def test_onnx_needs_the_checkpoint(artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="in fp8; export from the checkpoint"):
         export_onnx(artifact, tmp_path / "x.onnx")
@@ -283,6 +349,7 @@ def test_onnx_needs_the_checkpoint(artifact: Path, tmp_path: Path) -> None:
         ({"linear_dtype": "int8"}, ("linear_dtype is 'int8'", "fp8")),
         ({"linear_dtype": "fp8", "fp8_max_error": 0}, ("fp8_max_error is 0", "between 0 and 1")),
         ({"linear_dtype": "fp8", "fp8_max_error": True}, ("fp8_max_error is True",)),
+        ({"fp8_max_error": 0.5}, ("fp8_max_error is 0.5 without linear_dtype",)),
         ({"linear_dtype": "fp8", "fp8_min_cosine": "x"}, ("fp8_min_cosine is 'x'",)),
         ({"linear_dtype": "fp8", "fp8_min_cosine": float("nan")}, ("fp8_min_cosine is nan",)),
     ],
@@ -298,6 +365,99 @@ def test_linear_layers_in_another_dtype_than_the_build() -> None:
     config = BuildConfig(device="cpu", dtype="float32", linear_dtype="bfloat16")
     with pytest.raises(ConfigError, match="linear_dtype is 'bfloat16'; allowed: float32"):
         resolve(config)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """A machine with a GPU of some compute capability, as far as `resolve` looks."""
+
+    def set_up(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "SOME GPU")
+
+    return set_up
+
+
+def test_a_gpu_without_such_products(fake_cuda: Callable[[tuple[int, int]], None]) -> None:
+    fake_cuda((8, 0))
+    with pytest.raises(ConfigError, match=r"fp8 is asked for on SOME GPU; allowed: .*8\.9"):
+        resolve(BuildConfig(device="cuda", linear_dtype="fp8"))
+    assert resolve(BuildConfig(device="cuda")).dtype == "bfloat16"
+    fake_cuda((9, 0))
+    assert resolve(BuildConfig(device="cuda", linear_dtype="fp8")).dtype == "bfloat16"
+
+
+def test_attention_without_fp8_is_refused_before_the_checkpoint_is_read(
+    fake_cuda: Callable[[tuple[int, int]], None], tmp_path: Path
+) -> None:
+    fake_cuda((9, 0))
+    config = BuildConfig(
+        checkpoint=str(tmp_path / "none"),
+        out=str(tmp_path / "out"),
+        attention="FLASH_ATTN_4",
+        attention_dtype="fp8",
+        fp8_scales="scales.json",
+    )
+    with pytest.raises(ConfigError, match=r"FLASH_ATTN_4 is refused: .*use auto or FLASH_ATTN_3"):
+        build(config)
+
+
+def test_attention_that_breaks_the_bound_is_not_said_to_be_in_fp8(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scales cut most of the numbers off; the program is another's."""
+    use_golden_program(artifact, monkeypatch)
+    monkeypatch.setattr(pipeline, "_prove", lambda _, manifest, *__: (manifest, NO_REPORT))
+
+    def choose(name: str, device: str, dtype: str, **_: object) -> Choice:
+        return Choice("TORCH_SDPA", f"chosen for {dtype}", ())
+
+    monkeypatch.setattr("m3compile.build.attention.choose_backend", choose)
+    config = BuildConfig(
+        checkpoint=str(GOLDEN_CHECKPOINT),
+        device="cpu",
+        linear_dtype="fp8",
+        attention_dtype="fp8",
+        fp8_scales=str(tmp_path / "scales.json"),
+        fp8_max_error=0.3,
+        fp8_min_cosine=0.8,
+    )
+    reasons = []
+    for scale in (0.04, 1e-4):
+        write_scales(tmp_path / "scales.json", Fp8Scales((LayerScales(*[scale] * 3),) * 3, {}))
+        report = build(msgspec.structs.replace(config, out=str(tmp_path / str(scale))))
+        reasons.append(report.manifest.provenance.attention_reason)
+    assert reasons == [
+        "in fp8, chosen for fp8; in float32, chosen for float32",
+        "chosen for float32; fp8 breaks the bound",
+    ]
+
+
+def test_memory_that_is_too_small_for_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate")
+
+    monkeypatch.setattr(pipeline, "choose_precision", choose)
+    config = BuildConfig(
+        checkpoint=str(GOLDEN_CHECKPOINT), out=str(tmp_path / "a"), device="cpu", linear_dtype="fp8"
+    )
+    with pytest.raises(BuildError, match=r"^out of device memory: CUDA out of memory\. Tried to$"):
+        build(config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_bounds_that_nothing_holds_end_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["build", str(GOLDEN_CHECKPOINT), "--device", "cpu", "--out", str(tmp_path / "a")]
+    words += ["--linear-dtype", "fp8", "--fp8-max-error", "1e-4", "--fp8-min-cosine", "0.9"]
+    assert main(words) == ExitCode.VERIFICATION
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "no layer holds an error of 0.0001 and a cosine of 0.9 in fp8" in last
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_scales_end_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ others, against eager float32.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from m3compile.build.resolve import resolve
-from m3compile.config import BuildConfig
+from m3compile.config import Bounds, BuildConfig, TowerConfig
 from m3compile.config.scales import Fp8Scales, LayerScales, write_scales
 from m3compile.errors import (
     ConfigError,
@@ -25,7 +26,15 @@ from m3compile.errors import (
     InputNotFoundError,
     VerificationError,
 )
-from m3compile.precision import ATTENTION, Fp8Request, choose_precision, fp8_request
+from m3compile.kernels.fp8 import Fp8Linear
+from m3compile.precision import (
+    ATTENTION,
+    Fp8Request,
+    Measured,
+    _Search,
+    choose_precision,
+    fp8_request,
+)
 from m3compile.tower import Tower, make_tower
 from m3compile.verify import eager
 from m3compile.weights import (
@@ -113,8 +122,11 @@ def test_a_tighter_bound_keeps_more_and_holds(
         names = [kept.name for kept in precision.kept]
         assert len(names) > previous
         previous = len(names)
-        # The most error for the least work first, and the list is whole.
-        prices = [kept.error**2 / work_of(kept.name, state) for kept in precision.kept]
+        # First what breaks the bound alone, then the most error for the least work; all are there.
+        prices = [
+            (kept.error > 0.95 * bound, kept.error**2 / work_of(kept.name, state))
+            for kept in precision.kept
+        ]
         assert prices == sorted(prices, reverse=True)
         assert sorted([*names, *precision.linears]) == sorted(fp8_linears(checkpoint.config))
         assert precision.max_error <= bound
@@ -189,6 +201,53 @@ def test_nothing_holds(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None
         choose_precision(checkpoint, asked, state, "TORCH_SDPA")
 
 
+def test_a_cheap_layer_that_holds_alone() -> None:
+    """Much work makes a large error look small, also where that error is past the bound."""
+    errors, works = {"wide": 0.1, "narrow": 0.05}, {"wide": 1000.0, "narrow": 10.0}
+
+    class Trial:
+        def measure(self, names: list[str], fast: bool, most_items: int = 16) -> Measured:
+            return Measured(math.hypot(*(errors[name] for name in names)), 1.0)
+
+        def work(self, name: str) -> float:
+            return works[name]
+
+    search = _Search(Trial(), Bounds(relative_error=0.07, cosine=0.9), False, None)
+    kept, _ = search.run(list(errors))
+    assert [layer.name for layer in kept] == ["wide"]
+
+
+def test_the_choice_holds_where_verify_looks(
+    checkpoint: Checkpoint, state: dict[str, Tensor], eager_tower: Tower, tmp_path: Path
+) -> None:
+    """Items that fp8 serves well say nothing of the random ones, by which a build is judged."""
+    path = tmp_path / "flat.safetensors"
+    grid: Grid = (1, 8, 8)
+    save_file({"pixel_values": torch.full((64, 1176), 2.0), "grid_thw": torch.tensor([grid])}, path)
+    asked = request(fp8_inputs=str(path), fp8_max_error=0.13, fp8_min_cosine=0.9)
+    changed, precision = choose_precision(checkpoint, asked, state, "TORCH_SDPA")
+    assert precision.inputs == "flat.safetensors"
+    tower = make_tower(checkpoint.config, changed, "TORCH_SDPA")
+    assert measured(tower, eager_tower)[0] <= 0.13
+
+
+def test_each_attention_has_its_own_backend(
+    checkpoint: Checkpoint, state: dict[str, Tensor], scales: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[str, bool]] = set()
+
+    def recorded(
+        config: TowerConfig, state: dict[str, Tensor], backend: str, **options: bool
+    ) -> Tower:
+        seen.add((backend, "layers.0.attention_scales" in state))
+        return make_tower(config, state, "TORCH_SDPA", **options)
+
+    monkeypatch.setattr("m3compile.precision.make_tower", recorded)
+    asked = request(attention_dtype="fp8", fp8_scales=scales, fp8_min_cosine=0.5)
+    choose_precision(checkpoint, asked, state, "FLASH_ATTN_3_4", "FLASH_ATTN_3")
+    assert seen == {("TORCH_SDPA", False), ("FLASH_ATTN_3_4", False), ("FLASH_ATTN_3", True)}
+
+
 def test_real_inputs(checkpoint: Checkpoint, state: dict[str, Tensor], tmp_path: Path) -> None:
     path = tmp_path / "items.safetensors"
     grids: list[Grid] = [(1, 4, 4), (2, 4, 6)]
@@ -236,6 +295,35 @@ def test_bad_inputs(
         save_file(tensors, path)
     with pytest.raises(error, match=message):
         request(fp8_inputs=str(path))
+
+
+def test_inputs_that_are_too_large(
+    checkpoint: Checkpoint, state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Finite pixels behind ordinary ones, of which eager float32 makes NaN."""
+    path = tmp_path / "items.safetensors"
+    rows = random_rows([(1, 4, 4)] * 2)
+    rows[16:] = 1e38
+    save_file({"pixel_values": rows, "grid_thw": torch.tensor([[1, 4, 4]] * 2)}, path)
+    with pytest.raises(InputError, match=r"items.safetensors: item 1 has pixels .*too large"):
+        choose_precision(checkpoint, request(fp8_inputs=str(path)), state, "TORCH_SDPA")
+
+
+def test_a_nan_is_not_lost_behind_numbers(
+    checkpoint: Checkpoint, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fp8 that spoils the last item alone: a bound that is this wide would hold without it."""
+
+    def spoiled(tower: Tower, pixels: Tensor, grid: Grid) -> Tensor:
+        result = eager(tower, pixels, grid)
+        is_fp8 = any(isinstance(part, Fp8Linear) for part in tower.modules())
+        return result * float("nan") if is_fp8 and grid == (2, 8, 8) else result
+
+    monkeypatch.setattr("m3compile.precision.eager", spoiled)
+    with pytest.raises(VerificationError, match="no layer holds"):
+        choose_precision(
+            checkpoint, request(fp8_max_error=0.9, fp8_min_cosine=0.1), state, "TORCH_SDPA"
+        )
 
 
 def test_scales_of_another_encoder(tmp_path: Path) -> None:

@@ -250,6 +250,26 @@ def test_a_program_that_returns_nan_or_zeros_fails(
         assert not verify_encoder(encoder, None, folder=golden_artifact).passed
 
 
+def test_a_nan_behind_numbers_is_shown(
+    golden_artifact: Path, encoder: m3compile.Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one token of the last item of every batch."""
+    encode_at = encoder.encode_at
+
+    def spoiled(*arguments: Any) -> list[torch.Tensor]:
+        results = [result.clone() for result in encode_at(*arguments)]
+        results[-1][-1, 0] = float("nan")
+        return results
+
+    monkeypatch.setattr(encoder, "encode_at", spoiled)
+    report = verify_encoder(encoder, None, folder=golden_artifact)
+    assert not report.passed
+    for row in report.rows:
+        is_spoiled = row.route != "cut"
+        assert math.isnan(row.max_error) == math.isnan(row.min_cosine) == is_spoiled, row
+    assert math.isnan(report.worst_tokens[0].cosine)
+
+
 @pytest.mark.parametrize(
     ("error", "cosine", "eager_error", "reason"),
     [

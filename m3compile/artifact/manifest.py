@@ -105,8 +105,9 @@ class Precision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         linears: the linear layers in fp8, by the tower's own names.
         attention: whether q, k and v are in fp8 inside attention.
         fast_accumulation: whether the products' sums are kept in fewer bits.
-        kept: what was asked for in fp8 and is not, largest error for its work first.
-        inputs: what it was measured on, `random` or a file.
+        kept: what was asked for in fp8 and is not: first what breaks the bound alone, in each part
+            the largest error for its work first.
+        inputs: what it was measured on, `random` or a file, whose items count beside random ones.
         max_error, min_cosine: of the eager tower in this precision there, against eager float32.
     """
 

@@ -17,12 +17,13 @@ from m3compile.artifact.manifest import (
     TensorSpec,
 )
 from m3compile.artifact.seal import program_inputs, program_outputs
-from m3compile.config import build_config_from_mapping
+from m3compile.config import Bounds, build_config_from_mapping
 from m3compile.config.build import MAX_FEW_ROWS_TOKENS, MAX_ITEMS, MAX_TOKENS
 from m3compile.config.shown import one_line, shown
 from m3compile.errors import ArtifactDamagedError, ArtifactIncompatibleError, ConfigError
 
 _DTYPES = ("float32", "bfloat16")
+_FP8 = "float8_e4m3fn"
 _ENGINES = ("aoti", "reduce-overhead")
 
 
@@ -87,19 +88,51 @@ def _check_tensors(manifest: Manifest, path: Path) -> None:
 
 
 def _check_precision(manifest: Manifest, path: Path) -> None:
-    """What is said to be in fp8 has scales among the weights, and nothing else has."""
+    """What is said to be in fp8 has its weights and scales so, nothing else has, and a bound."""
     precision = manifest.precision
     owners: dict[str, set[str]] = {WEIGHT_SCALE: set(), ATTENTION_SCALES: set()}
     for spec in manifest.weights:
         owner, _, kind = spec.name.rpartition(".")
         owners.get(kind, set()).add(owner)
-    linears = set(precision.linears) if precision is not None else set()
-    if linears != owners[WEIGHT_SCALE]:
-        differing = sorted(linears ^ owners[WEIGHT_SCALE])
-        _refuse(path, "precision.linears", differing[:3], "the layers whose weights have scales")
+    linears = precision.linears if precision is not None else ()
+    differing = sorted(set(linears) ^ owners[WEIGHT_SCALE])
+    if differing or len(set(linears)) < len(linears):
+        found = differing[:3] or list(linears)
+        _refuse(path, "precision.linears", found, "the layers whose weights have scales, once")
     attention = precision is not None and precision.attention
-    if attention != bool(owners[ATTENTION_SCALES]):
-        _refuse(path, "precision.attention", attention, "as the weights have scales of attention")
+    layers = {f"layers.{index}" for index in range(manifest.tower.num_hidden_layers)}
+    if owners[ATTENTION_SCALES] != (layers if attention else set()):
+        _refuse(path, "precision.attention", attention, "as all layers have scales of attention")
+    _check_fp8_tensors(manifest, path)
+    if precision is None:
+        return
+    if not linears and not attention:
+        _refuse(path, "precision", precision, "null where nothing is in fp8")
+    asked = manifest.build
+    bounds = Bounds(relative_error=asked.fp8_max_error, cosine=asked.fp8_min_cosine)
+    if manifest.bounds != bounds:
+        _refuse(path, "bounds", manifest.bounds, f"those of its build, {shown(bounds)}")
+
+
+def _check_fp8_tensors(manifest: Manifest, path: Path) -> None:
+    """A weight is in e4m3 where it has a scale; scales have the sizes that kernels read."""
+    specs = {spec.name: spec for spec in manifest.weights}
+    for name, spec in specs.items():
+        owner, _, kind = name.rpartition(".")
+        expected = None
+        if kind == WEIGHT_SCALE:
+            weight = specs.get(f"{owner}.weight")
+            if weight is None or weight.dtype != _FP8:
+                _refuse(
+                    path, f"weight {owner}.weight", _described([weight] if weight else []), _FP8
+                )
+            expected = TensorSpec(name=name, dtype="float32", shape=weight.shape[:1])
+        elif kind == ATTENTION_SCALES:
+            expected = TensorSpec(name=name, dtype="float32", shape=(3, 1))
+        elif spec.dtype == _FP8 and f"{owner}.{WEIGHT_SCALE}" not in specs:
+            _refuse(path, f"weight {name}", spec.dtype, "another dtype, it has no scale")
+        if expected is not None and spec != expected:
+            _refuse(path, f"weight {name}", _described([spec]), _described([expected]))
 
 
 def _check_names(names: Iterable[str], needs: Iterable[str], path: Path) -> None:

@@ -11,8 +11,11 @@ import torch
 from m3compile.artifact import WEIGHTS, Manifest, check_files, read_manifest
 from m3compile.bench.cases import FULL, QUICK, Effort, choose_budgets
 from m3compile.errors import RequestError
-from m3compile.loading import check_machine
+from m3compile.loading import check_machine, load_weights
 from m3compile.traffic import Call, read_traffic
+
+# The weight that two artifacts of one checkpoint hold alike.
+_NEVER_FP8 = "patch_embed.weight"
 
 
 class Request(NamedTuple):
@@ -23,6 +26,8 @@ class Request(NamedTuple):
         trace: file of the traffic, None without.
         calls: of the trace, as many as will be run.
         against: folder of another artifact, None without.
+        reference: the artifact whose weights the judge and the eager peers have: the other one
+            where that alone is without fp8.
         notes: what the request itself leaves out.
     """
 
@@ -35,14 +40,8 @@ class Request(NamedTuple):
     trace: Path | None
     calls: tuple[Call, ...]
     against: Path | None
+    reference: Path
     notes: tuple[str, ...]
-
-    @property
-    def reference(self) -> Path:
-        """The artifact whose weights the judge and the eager peers have: the one without fp8."""
-        if self.against is not None and self.manifest.precision is not None:
-            return self.against
-        return self.folder
 
 
 def make_request(
@@ -71,8 +70,11 @@ def make_request(
     # A load finds the files in the page cache after this.
     check_files(folder, manifest)
     device = check_machine(folder, manifest, None)
+    reference = folder
     if against is not None:
-        _check_other(Path(against), folder, manifest)
+        other = _checked_other(Path(against), folder, manifest)
+        if manifest.precision is not None and other.precision is None:
+            reference = Path(against)
     if manifest.precision is not None:
         notes.append(
             f"floor: at the rate of {manifest.dtype} products; those in fp8 have twice that"
@@ -87,12 +89,15 @@ def make_request(
         Path(traffic) if traffic is not None else None,
         calls,
         Path(against) if against is not None else None,
+        reference,
         tuple(notes),
     )
 
 
-def _check_other(other: Path, folder: Path, manifest: Manifest) -> None:
-    """Only artifacts of the same weights in the same dtype give comparable results.
+def _checked_other(other: Path, folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest of another artifact that may be compared with.
+
+    Only artifacts of the same weights in the same dtype give comparable results.
 
     Of the same checkpoint, where one of them holds its weights in fp8.
     """
@@ -110,6 +115,17 @@ def _check_other(other: Path, folder: Path, manifest: Manifest) -> None:
     for what, theirs, ours in compared:
         if theirs != ours:
             raise RequestError(f"--against {other}: has {what} {theirs}; {folder} has {ours}")
+    # Another training of the same encoder has files of the same names and sizes.
+    weights = (
+        load_weights(*pair, torch.device("cpu")) for pair in ((other, found), (folder, manifest))
+    )
+    theirs, ours = (each[_NEVER_FP8] for each in weights)
+    if not torch.equal(theirs, ours):
+        raise RequestError(
+            f"--against {other}: has another {_NEVER_FP8} than {folder}; expected artifacts of one "
+            "checkpoint"
+        )
+    return found
 
 
 def _source(manifest: Manifest) -> str:

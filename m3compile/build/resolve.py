@@ -40,7 +40,17 @@ def resolve(config: BuildConfig) -> BuildConfig:
             f"dtype is {resolved.dtype!r} with fp8 on cuda; allowed: bfloat16, in which its "
             "products and attention return"
         )
+    if device == "cuda" and resolved.is_fp8 and not _multiplies_fp8():
+        raise ConfigError(
+            f"fp8 is asked for on {torch.cuda.get_device_name()}; allowed: NVIDIA from compute "
+            "capability 8.9 on, which multiply e4m3"
+        )
     return msgspec.structs.replace(resolved, specialize=_specialize(resolved))
+
+
+def _multiplies_fp8() -> bool:
+    # AMD's have another e4m3 before MI350.
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def _default_budgets(engine: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import click
 
 from m3compile.cli.console import StageProgress, stderr, stdout
 from m3compile.cli.precision import fp8_line
+from m3compile.config.bounds import FP8_MAX_ERROR, FP8_MIN_COSINE
 from m3compile.config.build import (
     ATTENTION_NAMES,
     DEVICES,
@@ -46,6 +47,10 @@ _DEFAULT_CONFIG = Path("build.yaml")
     metavar="FILE",
     help="Safetensors file with pixel_values and grid_thw, to decide on what may be in fp8.",
 )
+@click.option(
+    "--fp8-max-error", help=f"Largest relative error of an item. Default: {FP8_MAX_ERROR}."
+)
+@click.option("--fp8-min-cosine", help=f"Smallest cosine of a token. Default: {FP8_MIN_COSINE}.")
 @click.option("--force", is_flag=True, help="Replace an artifact of the same name.")
 def build(config_file: str | None, **flags: Any) -> None:
     """Compile CHECKPOINT, verify it against eager, and write an artifact.
@@ -92,6 +97,9 @@ def _read_config(config_file: str | None, flags: dict[str, Any]) -> BuildConfig:
         ]
     if "max_items" in overrides:
         overrides["max_items"] = _whole_number(overrides["max_items"], "--max-items")
+    for key in ("fp8_max_error", "fp8_min_cosine"):
+        if key in overrides:
+            overrides[key] = _number(overrides[key], f"--{key.replace('_', '-')}")
     if config_file is not None:
         return load_build_config(Path(config_file), overrides)
     # A link to nothing is a mistake to report, not a folder without a config.
@@ -99,6 +107,13 @@ def _read_config(config_file: str | None, flags: dict[str, Any]) -> BuildConfig:
         stderr().print(f"config: {_DEFAULT_CONFIG}", markup=False)
         return load_build_config(_DEFAULT_CONFIG, overrides)
     return build_config_from_mapping(overrides, "build")
+
+
+def _number(text: str, flag: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{flag} has {text!r}; allowed: a number between 0 and 1") from None
 
 
 def _whole_number(text: str, flag: str) -> int:

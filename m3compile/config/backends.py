@@ -102,6 +102,7 @@ _WAY_OUT = {
     "cuda": "use auto, FLASH_ATTN or ROCM_AITER_FA",
     "cpu": "use auto or TORCH_SDPA",
 }
+_FP8_WAY_OUT = "use auto or FLASH_ATTN_3, or leave attention_dtype out"
 
 
 def attention_choices() -> tuple[str, ...]:
@@ -140,10 +141,9 @@ def candidates(name: str, device: str, dtype: str, *, captured: bool) -> tuple[B
         elif dtype not in facts.dtypes:
             # Said first: for `auto` it is the one refusal that another choice of dtype lifts.
             other = ", or TORCH_SDPA with capture: never" if device == "cuda" else ""
+            use = _FP8_WAY_OUT if dtype == "fp8" else f"use dtype bfloat16{other}"
             refusals.insert(
-                0,
-                f"it does not compute in {shown(dtype)} (only {', '.join(facts.dtypes)}); "
-                f"use dtype bfloat16{other}",
+                0, f"it does not compute in {shown(dtype)} (only {', '.join(facts.dtypes)}); {use}"
             )
         elif device == "cuda" and captured and facts.capture_refusal:
             refusals.append(f"{facts.capture_refusal}; {way_out}, or capture: never")

@@ -171,6 +171,12 @@ def check_fp8(config: BuildConfig, source: str) -> None:
             f"{source}: fp8_inputs is {shown(config.fp8_inputs)} without linear_dtype or "
             "attention_dtype: fp8; allowed: null"
         )
+    for key, default in (("fp8_max_error", FP8_MAX_ERROR), ("fp8_min_cosine", FP8_MIN_COSINE)):
+        if getattr(config, key) != default and not config.is_fp8:
+            raise ConfigError(
+                f"{source}: {key} is {getattr(config, key)} without linear_dtype or "
+                "attention_dtype: fp8, and bounds nothing there; leave it out"
+            )
 
 
 def _share(value: Any, key: str, source: str) -> float:

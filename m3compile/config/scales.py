@@ -29,7 +29,7 @@ from m3compile.writing import write_whole
 FP8_MAX = 448.0
 
 # The normal numbers of float32, in which kernels hold a scale.
-_SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+SMALLEST_SCALE, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _ALLOWED = "a positive number that is normal in float32"
 
 _MAX_BYTES = 4 * 1024 * 1024
@@ -52,7 +52,7 @@ class LayerScales(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for part in _PARTS:
-            _check_scale(part, getattr(self, part))
+            check_scale(part, getattr(self, part))
 
 
 class Fp8Scales(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class Fp8Scales(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for name, scale in self.linears.items():
-            _check_scale(name, scale)
+            check_scale(name, scale)
 
 
 def linear_names(num_layers: int) -> tuple[str, ...]:
@@ -147,10 +147,15 @@ def write_scales(path: Path, scales: Fp8Scales, facts: Mapping[str, Any] | None 
     write_whole(path, text.encode() + b"\n")
 
 
-def _check_scale(name: str, value: Any) -> None:
+def check_scale(name: str, value: Any) -> None:
+    """Refuse what nothing can be divided by.
+
+    Raises:
+        ValueError: naming it, the value found and what is allowed.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Compared, not converted: a whole number can be too large for a float. NaN fails it too.
-    if not number or not _SMALLEST <= value <= _LARGEST:
+    if not number or not SMALLEST_SCALE <= value <= _LARGEST:
         raise ValueError(f"{name} is {shown(value)}; allowed: {_ALLOWED}")
 
 
@@ -223,7 +228,7 @@ def _linears(document: Mapping[str, Any], num_layers: int, path: Path) -> dict[s
         if name not in found:
             raise ConfigError(f"{path}: {name} is missing in linears; expected all, or none")
         try:
-            _check_scale(name, found[name])
+            check_scale(name, found[name])
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from None
     return {name: float(found[name]) for name in names}

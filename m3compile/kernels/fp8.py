@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from m3compile.config.scales import FP8_MAX
+from m3compile.config.scales import FP8_MAX, SMALLEST_SCALE
 
 FP8 = torch.float8_e4m3fn
 
@@ -91,8 +91,9 @@ def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """The scale that a largest magnitude asks for; any does for a row of zeros."""
-    return torch.where(largest == 0, 1.0, largest / FP8_MAX)
+    """The scale that a largest magnitude asks for; NaN stays NaN."""
+    # A row of zeros, or of next to nothing, would be divided by zero.
+    return (largest / FP8_MAX).clamp_min(SMALLEST_SCALE)
 
 
 def _product_cpu(

@@ -19,8 +19,11 @@ def _magnitude(x):
 
 @triton.jit
 def _scale_of(largest):
-    """The scale of a row by its largest magnitude: any for zeros, NaN where one is not finite."""
-    scale = tl.where(largest == 0.0, 1.0, largest / 448.0)
+    """The scale of a row by its largest magnitude, NaN where one is not finite.
+
+    At least 2**-126, as `m3compile.kernels.fp8` has it: zeros are divided by it too.
+    """
+    scale = tl.maximum(largest / 448.0, 1.1754943508222875e-38)
     return tl.where(largest < float("inf"), scale, float("nan"))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -115,8 +117,8 @@ class Judge:
             route=route,
             budget=budget,
             items=len(errors),
-            min_cosine=min(cosines),
-            max_error=max(errors),
+            min_cosine=smallest(cosines),
+            max_error=largest(errors),
             mean_error=sum(errors) / len(errors),
             eager_error=max(eager_errors, default=None),
             passed=not reason,
@@ -125,13 +127,17 @@ class Judge:
 
     def _note_worst(self, route: str, budget: int | None, grid: Grid, by_token: Tensor) -> None:
         """Keep the tokens that belong to the worst of all; `by_token` (tokens,) has cosines."""
-        cosines, tokens = by_token.topk(min(_NUM_WORST, len(by_token)), largest=False)
+        # NaN is worse than any number, and compares as none.
+        ranks = by_token.nan_to_num(nan=-math.inf)
+        tokens = ranks.topk(min(_NUM_WORST, len(by_token)), largest=False).indices
         found = (
             WorstToken(route=route, budget=budget, grid=grid, token=token, cosine=cosine)
-            for token, cosine in zip(tokens.tolist(), cosines.tolist(), strict=True)
+            for token, cosine in zip(tokens.tolist(), by_token[tokens].tolist(), strict=True)
         )
         self._worst = heapq.nsmallest(
-            _NUM_WORST, [*self._worst, *found], key=lambda token: token.cosine
+            _NUM_WORST,
+            [*self._worst, *found],
+            key=lambda token: -math.inf if math.isnan(token.cosine) else token.cosine,
         )
 
     def _case(self, grid: Grid) -> tuple[Tensor, Tensor, float | None]:
@@ -162,6 +168,16 @@ def eager(tower: Tower, pixels: Tensor, grid: Grid) -> Tensor:
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """`||got - expected|| / ||expected||`; NaN never passes a bound."""
     return float((got - expected).norm() / expected.norm())
+
+
+def largest(values: Sequence[float]) -> float:
+    """Of at least one number; NaN where there is one, which Python's `max` may lose."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def smallest(values: Sequence[float]) -> float:
+    """As `largest`."""
+    return -largest([-value for value in values])
 
 
 def broken_bound(
