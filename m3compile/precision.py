@@ -19,7 +19,7 @@ from m3compile.artifact import KeptLayer, Precision
 from m3compile.batch import check_batch
 from m3compile.config import Bounds, BuildConfig, TowerConfig
 from m3compile.config.scales import LayerScales, read_scales
-from m3compile.errors import InputError, VerificationError
+from m3compile.errors import ConfigError, InputError, VerificationError
 from m3compile.progress import Progress
 from m3compile.rows import read_rows
 from m3compile.tower import make_tower
@@ -85,16 +85,23 @@ def fp8_request(config: BuildConfig, tower: TowerConfig) -> Fp8Request:
     """What a build asks for in fp8.
 
     Raises:
-        ConfigError, InputError: its scales or its inputs cannot be read or do not fit.
+        ConfigError, InputError: its scales or its inputs cannot be read or do not fit, or no linear
+            layer can be in fp8.
     """
     scales, items = None, None
+    linears = fp8_linears(tower) if config.linear_dtype == "fp8" else ()
+    if config.linear_dtype == "fp8" and not linears:
+        raise ConfigError(
+            "linear_dtype is 'fp8', and no linear layer of this encoder has sizes that are "
+            "multiples of 16; leave linear_dtype out"
+        )
     if config.attention_dtype == "fp8":
         assert config.fp8_scales is not None
         scales = read_scales(Path(config.fp8_scales), tower.num_hidden_layers).attention
     if config.fp8_inputs is not None:
         items = _file_items(config.fp8_inputs, tower)
     return Fp8Request(
-        linears=fp8_linears(tower) if config.linear_dtype == "fp8" else (),
+        linears=linears,
         scales=scales,
         items=items,
         inputs=Path(config.fp8_inputs).name if config.fp8_inputs else "random",

@@ -333,6 +333,19 @@ def test_scales_of_another_encoder(tmp_path: Path) -> None:
         request(attention_dtype="fp8", fp8_scales=str(path))
 
 
+def test_an_encoder_of_odd_sizes() -> None:
+    tower = msgspec.structs.replace(
+        open_checkpoint(GOLDEN_CHECKPOINT).config,
+        hidden_size=2 * 12,
+        intermediate_size=40,
+        projector_hidden_size=20,
+        output_size=12,
+    )
+    asked = resolve(BuildConfig(device="cpu", linear_dtype="fp8"))
+    with pytest.raises(ConfigError, match="multiples of 16; leave linear_dtype out"):
+        fp8_request(asked, tower)
+
+
 def test_there_and_back(checkpoint: Checkpoint, state: dict[str, Tensor], scales: str) -> None:
     asked = request(attention_dtype="fp8", fp8_scales=scales, fp8_max_error=0.6, fp8_min_cosine=0.5)
     changed, _ = choose_precision(checkpoint, asked, state, "TORCH_SDPA")

@@ -29,7 +29,7 @@ from vllm_support import (
     with_manifest,
 )
 
-from m3compile.artifact import read_manifest
+from m3compile.artifact import Precision, read_manifest
 from m3compile.errors import (
     ArtifactIncompatibleError,
     ArtifactNotFoundError,
@@ -37,6 +37,7 @@ from m3compile.errors import (
     RequestError,
 )
 from m3compile.integrations.vllm import binding
+from m3compile.integrations.vllm.checks import check_host
 from m3compile.integrations.vllm.options import captured_by, fill_budgets
 from m3compile.integrations.vllm.plugin import ARTIFACT_VARIABLE
 from m3compile.runtime import Encoder
@@ -253,6 +254,24 @@ def test_fp8_attention_that_the_artifact_lacks(golden_artifact: Path) -> None:
         ArtifactIncompatibleError, match="--mm-encoder-attn-dtype is fp8, attention"
     ):
         Host(golden_artifact, vllm_config(mm=mm))
+
+
+def test_linear_layers_in_fp8(golden_artifact: Path) -> None:
+    """Their weights are none of the host's."""
+    import msgspec
+
+    precision = Precision(
+        linears=("layers.0.qkv",),
+        attention=False,
+        fast_accumulation=False,
+        kept=(),
+        inputs="random",
+        max_error=0.1,
+        min_cosine=0.99,
+    )
+    manifest = msgspec.structs.replace(read_manifest(golden_artifact), precision=precision)
+    with pytest.raises(ArtifactIncompatibleError, match="linear layers in fp8.*for vLLM, build"):
+        check_host(golden_artifact, manifest, None, None, None)
 
 
 def test_an_artifact_that_cannot_be_captured(golden_artifact: Path, tmp_path: Path) -> None:

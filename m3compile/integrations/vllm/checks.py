@@ -38,6 +38,11 @@ def check_host(
             f"{folder}: built with engine {engine}, vLLM needs a compiled program; build with "
             "--engine aoti"
         )
+    if manifest.precision is not None and manifest.precision.linears:
+        raise ArtifactIncompatibleError(
+            f"{folder}: holds linear layers in fp8, vLLM those of the checkpoint; for vLLM, build "
+            "an artifact without linear_dtype: fp8"
+        )
     differences = [
         f"{name} is {found} in the host, {expected} in the artifact"
         for name, found, expected in _facts(manifest, config, tower)
