@@ -270,7 +270,7 @@ def test_linear_layers_in_fp8(golden_artifact: Path) -> None:
         min_cosine=0.99,
     )
     manifest = msgspec.structs.replace(read_manifest(golden_artifact), precision=precision)
-    with pytest.raises(ArtifactIncompatibleError, match="linear layers in fp8.*for vLLM, build"):
+    with pytest.raises(ArtifactIncompatibleError, match=r"linear layers in fp8.*for vLLM, build"):
         check_host(golden_artifact, manifest, None, None, None)
 
 
