@@ -231,8 +231,6 @@ def circumstances(encoder: Any, server: Any, load: float) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load of others": round(load, 2),
         "replicas": server.replicas,
-        "options": msgspec.to_builtins(server.options)
-        | {"artifact": Path(server.options.artifact).name},
     }
 
 
@@ -257,6 +255,7 @@ def main() -> int:
     options = parser.parse_args()
 
     import m3compile
+    from m3compile.bench.summary import title_of
     from m3compile.integrations.ray.options import serve_options
     from m3compile.integrations.ray.proxy import prefer_haproxy
     from m3compile.traffic import read_traffic
@@ -292,8 +291,12 @@ def main() -> int:
     print(f"largest difference from encode {worst:.1e}, allowed {bench.bound:.0e}")
     if options.json is not None:
         document = {
-            "title": "Serving over HTTP",
+            "title": f"Serving over HTTP. {title_of(encoder.manifest)}",
             "circumstances": found,
+            "options": {
+                **msgspec.to_builtins(server.options),
+                "artifact": Path(server.options.artifact).name,
+            },
             "rows": latency,
             "batching_rows": batching,
             "traffic_rows": traffic,

@@ -239,17 +239,24 @@ def main() -> int:
     options = parser.parse_args()
 
     import m3compile
+    from m3compile.bench.circumstances import describe
+    from m3compile.host import detect
     from m3compile.integrations.ray.options import serve_options
     from m3compile.integrations.ray.proxy import prefer_haproxy
 
     prefer_haproxy()
+    import msgspec
+    import ray
+
     from m3compile.integrations.ray.server import Server
+    from m3compile.ops import OP_SCHEMA
 
     settings = {"artifact": str(options.artifact.absolute()), "replicas": options.replicas}
     started = time.time()
     with Server(serve_options(settings), "127.0.0.1", options.port) as server:
         with m3compile.load(options.artifact) as encoder:
             soak = Soak(server.url, encoder)
+            manifest = encoder.manifest
         soak.run(options.requests // 5, options.clients)
         before = resident_bytes()
         healed = None
@@ -265,7 +272,14 @@ def main() -> int:
         after = resident_bytes()
     growth = {str(pid): after[pid] - before[pid] for pid in after if pid in before}
     grew = not options.kill and any(value > ALLOWED_GROWTH_BYTES for value in growth.values())
+    machine = detect(manifest.requirements.device, OP_SCHEMA)
     report = {
+        "what": "a server under load with every tenth request bad"
+        + (", and one replica killed" if options.kill else ""),
+        "circumstances": {
+            **msgspec.to_builtins(describe(manifest, machine)),
+            "ray": ray.__version__,
+        },
         "requests": sum(soak.statuses.values()),
         "clients": options.clients,
         "replicas": options.replicas,

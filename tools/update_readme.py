@@ -3,9 +3,10 @@
     python tools/update_readme.py            rewrite what stands between the markers
     python tools/update_readme.py --check    exit 1 where it differs from the files
 
-A results file is what `m3compile bench --json` writes. Read are `rows` and `traffic_rows`, lists of
-flat objects whose keys are the columns, in order; `circumstances`, a flat object that says on what,
-when and from which commit; and `title`. Other keys are for other readers.
+A results file is what `m3compile bench --json` and the tools beside this one write. Read are `rows`,
+`batching_rows` and `traffic_rows`, lists of flat objects whose keys are the columns, in order;
+`circumstances`, a flat object that says on what, when and from which commit; and `title`. Other keys
+are for other readers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _render_file(path: Path) -> str:
     if not isinstance(document, dict) or not document.get("rows"):
         raise ValueError(f"{path}: found no rows, expected a list of objects")
     tables = []
-    for key in ("rows", "traffic_rows"):
+    for key in ("rows", "batching_rows", "traffic_rows"):
         rows = document.get(key) or []
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{path}: {key} is not a list of objects")
