@@ -3,10 +3,10 @@
     python tools/update_readme.py            rewrite what stands between the markers
     python tools/update_readme.py --check    exit 1 where it differs from the files
 
-A results file is what `m3compile bench --json` and the tools beside this one write. Read are `rows`,
-`batching_rows` and `traffic_rows`, lists of flat objects whose keys are the columns, in order;
-`circumstances`, a flat object that says on what, when and from which commit; and `title`. Other keys
-are for other readers.
+A results file is what `m3compile bench --json` and the tools beside this one write. Read are
+`rows`, `batching_rows` and `traffic_rows`, lists of flat objects whose keys are the columns, in
+order; `circumstances`, a flat object that says on what, when and from which commit; and `title`.
+Other keys are for other readers.
 """
 
 from __future__ import annotations

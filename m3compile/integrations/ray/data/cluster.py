@@ -18,9 +18,9 @@ from m3compile.errors import OperationError, RequestError
 LOCAL = "local"
 # Ray's own default for its object store, of the machine's memory.
 _STORE_SHARE = 0.3
-_LEAST_STORE_BYTES = 256 << 20
+_LEAST_STORE_BYTES = 128 << 20
 # Batches that lie in the store at a time, for every process that makes or takes them.
-_BATCHES_PER_PROCESS = 4
+_BATCHES_PER_PROCESS = 2
 # Of the CPUs, what is left to decoding where the encoders run on CPUs too.
 _DECODING_SHARE = 0.25
 
