@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
 from m3compile.kernels import Linear, Located
+from m3compile.kernels.attention_kernels import short_attention_kernel
 from m3compile.kernels.fp8 import Rows, is_fp8
 from m3compile.kernels.product import split_product
 from m3compile.kernels.triton_form import TritonForm, exact_gelu
-from m3compile.kernels.triton_kernels import short_attention_kernel
 
 # Chosen by graph-replay timing on an H200 at 256 to 512 rows; see docs/performance.md.
 _SPLITS = 4

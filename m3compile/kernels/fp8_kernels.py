@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from m3compile.kernels.triton_kernels import exact_gelu, normalise
+from m3compile.kernels.triton_kernels import add_parts_row, exact_gelu, norm_row
 
 
 @triton.jit
@@ -57,10 +57,7 @@ def norm_fp8_kernel(
     inside = columns < SIZE
     offsets = row.to(tl.int64) * SIZE + columns
     x = tl.load(x_ptr + offsets, mask=inside & (row < num_real), other=0.0).to(tl.float32)
-    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = normalise(x, inside, weight, bias, EPS, SIZE)
+    normed = norm_row(x, offset_ptr, weight_ptr, bias_ptr, EPS, SIZE, BLOCK)
     _store_row(normed, inside, row, values_ptr, scales_ptr, SIZE, BLOCK)
 
 
@@ -84,21 +81,10 @@ def add_parts_norm_fp8_kernel(
 ):
     """One row of `total = x + sum of parts` and `layer_norm(total + offset)` a program."""
     row = tl.program_id(0)
-    num_real = tl.load(bounds_ptr + num_segments)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    used = inside & (row < num_real)
-    offsets = row.to(tl.int64) * SIZE + columns
-    x = tl.load(x_ptr + offsets, mask=used, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        at = parts_ptr + part * num_rows * SIZE
-        x += tl.load(at + offsets, mask=used, other=0.0).to(tl.float32)
-    tl.store(total_ptr + offsets, x.to(total_ptr.dtype.element_ty), mask=inside)
-    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = normalise(x, inside, weight, bias, EPS, SIZE)
-    _store_row(normed, inside, row, values_ptr, scales_ptr, SIZE, BLOCK)
+    is_real = row < tl.load(bounds_ptr + num_segments)
+    x = add_parts_row(x_ptr, parts_ptr, total_ptr, row, is_real, num_rows, PARTS, SIZE, BLOCK)
+    normed = norm_row(x, offset_ptr, weight_ptr, bias_ptr, EPS, SIZE, BLOCK)
+    _store_row(normed, tl.arange(0, BLOCK) < SIZE, row, values_ptr, scales_ptr, SIZE, BLOCK)
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def enter_kernel(
     x = tl.load(x_ptr + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = normalise(x, inside, weight, bias, EPS, SIZE)
+    normed = _normalise(x, inside, weight, bias, EPS, SIZE)
     # Squares: a row whose variance overflows may be normalised to zero, as if it were right.
     is_finite = tl.sum(x * x, 0) < float("inf")
     out = tl.where(is_real & is_finite, normed, 0.0)
@@ -117,12 +117,55 @@ def add_offset_kernel(x_ptr, offset_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def normalise(x, inside, weight, bias, EPS: tl.constexpr, SIZE: tl.constexpr):
+def _normalise(x, inside, weight, bias, EPS: tl.constexpr, SIZE: tl.constexpr):
     """layer_norm of one row; `x` is zero outside."""
     mean = tl.sum(x, 0) / SIZE
     centred = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + EPS)
     return centred * scale * weight + bias
+
+
+@triton.jit
+def norm_row(
+    x,
+    offset_ptr,
+    weight_ptr,
+    bias_ptr,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """layer_norm of one row of `x + offset`; `x` is zero outside."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    return _normalise(x, inside, weight, bias, EPS, SIZE)
+
+
+@triton.jit
+def add_parts_row(
+    x_ptr,
+    parts_ptr,
+    total_ptr,
+    row,
+    is_real,
+    num_rows,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of `x + sum of parts` in float32, also stored as the total; zero where not real."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    offsets = row.to(tl.int64) * SIZE + columns
+    x = tl.load(x_ptr + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts_ptr + part * num_rows * SIZE
+        x += tl.load(at + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
+    tl.store(total_ptr + offsets, x.to(total_ptr.dtype.element_ty), mask=inside)
+    return x
 
 
 @triton.jit
@@ -145,10 +188,7 @@ def norm_kernel(
     inside = columns < SIZE
     offsets = row.to(tl.int64) * SIZE + columns
     x = tl.load(x_ptr + offsets, mask=inside & (row < num_real), other=0.0).to(tl.float32)
-    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = normalise(x, inside, weight, bias, EPS, SIZE)
+    normed = norm_row(x, offset_ptr, weight_ptr, bias_ptr, EPS, SIZE, BLOCK)
     tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -171,21 +211,12 @@ def add_parts_norm_kernel(
 ):
     """One row of `total = x + sum of parts` and `layer_norm(total + offset)` a program."""
     row = tl.program_id(0)
-    num_real = tl.load(bounds_ptr + num_segments)
+    is_real = row < tl.load(bounds_ptr + num_segments)
+    x = add_parts_row(x_ptr, parts_ptr, total_ptr, row, is_real, num_rows, PARTS, SIZE, BLOCK)
+    normed = norm_row(x, offset_ptr, weight_ptr, bias_ptr, EPS, SIZE, BLOCK)
     columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    used = inside & (row < num_real)
     offsets = row.to(tl.int64) * SIZE + columns
-    x = tl.load(x_ptr + offsets, mask=used, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        at = parts_ptr + part * num_rows * SIZE
-        x += tl.load(at + offsets, mask=used, other=0.0).to(tl.float32)
-    tl.store(total_ptr + offsets, x.to(total_ptr.dtype.element_ty), mask=inside)
-    x += tl.load(offset_ptr + columns, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = normalise(x, inside, weight, bias, EPS, SIZE)
-    tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=columns < SIZE)
 
 
 @triton.jit
@@ -244,89 +275,3 @@ def gelu_kernel(
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         out = exact_gelu(x)
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def short_attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    bounds_ptr,
-    num_segments,
-    qk_stride,
-    v_stride,
-    out_stride,
-    HEAD_DIM: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCALE_LOG2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """BLOCK_M queries of one segment and one head a program.
-
-    Tiles start at the segment's start, so a segment's bits do not depend on where it lies. A head
-    of, say, 80 dims is 64 and 16 wide: no product is wider than it must be.
-    """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    slots = tl.arange(0, SLOTS)
-    starts = tl.load(bounds_ptr + slots, mask=slots < num_segments, other=0)
-    ends = tl.load(bounds_ptr + slots + 1, mask=slots < num_segments, other=0)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-    if tile < tl.sum(tiles, 0):
-        start = tl.sum(tl.where(slots == slot, starts, 0), 0)
-        end = tl.sum(tl.where(slots == slot, ends, 0), 0)
-        first = tl.sum(tl.where(slots < slot, tiles, 0), 0)
-        rows = start + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
-        low = tl.arange(0, LOW)
-        high = LOW + tl.arange(0, HIGH)
-        has_row = rows[:, None] < end
-        q_rows = q_ptr + rows[:, None] * qk_stride + head * HEAD_DIM
-        q_low = tl.load(q_rows + low[None, :], mask=has_row, other=0.0)
-        q_high = tl.load(
-            q_rows + high[None, :], mask=has_row & (high[None, :] < HEAD_DIM), other=0.0
-        )
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        out_low = tl.zeros((BLOCK_M, LOW), tl.float32)
-        out_high = tl.zeros((BLOCK_M, HIGH), tl.float32)
-        for at in range(start, end, BLOCK_N):
-            keys = at + tl.arange(0, BLOCK_N)
-            has_key = keys < end
-            k_rows = k_ptr + keys[None, :] * qk_stride + head * HEAD_DIM
-            k_low = tl.load(k_rows + low[:, None], mask=has_key[None, :], other=0.0)
-            k_high = tl.load(
-                k_rows + high[:, None],
-                mask=has_key[None, :] & (high[:, None] < HEAD_DIM),
-                other=0.0,
-            )
-            scores = tl.dot(q_low, k_low)
-            scores = tl.dot(q_high, k_high, scores) * SCALE_LOG2
-            scores = tl.where(has_key[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            shrink = tl.exp2(top - new_top)
-            weights = tl.exp2(scores - new_top[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            v_rows = v_ptr + keys[:, None] * v_stride + head * HEAD_DIM
-            v_low = tl.load(v_rows + low[None, :], mask=has_key[:, None], other=0.0)
-            v_high = tl.load(
-                v_rows + high[None, :],
-                mask=has_key[:, None] & (high[None, :] < HEAD_DIM),
-                other=0.0,
-            )
-            weights = weights.to(v_low.dtype)
-            out_low = tl.dot(weights, v_low, out_low * shrink[:, None])
-            out_high = tl.dot(weights, v_high, out_high * shrink[:, None])
-            top = new_top
-        out_rows = out_ptr + rows[:, None] * out_stride + head * HEAD_DIM
-        element = out_ptr.dtype.element_ty
-        tl.store(out_rows + low[None, :], (out_low / total[:, None]).to(element), mask=has_row)
-        tl.store(
-            out_rows + high[None, :],
-            (out_high / total[:, None]).to(element),
-            mask=has_row & (high[None, :] < HEAD_DIM),
-        )
