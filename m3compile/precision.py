@@ -214,11 +214,11 @@ class Trial:
         return work / config.patches_per_token if name.startswith("merger.") else work
 
     def measure(
-        self, names: Collection[str], fast: bool, most_items: int = _MOST_ITEMS
+        self, names: Collection[str], fast: bool, most_items: int | None = None
     ) -> Measured:
         """How far the tower is from eager float32 with the named layers in fp8.
 
-        On the first `most_items` items.
+        On the first `most_items` items; on all unless said.
         """
         backend = self._fp8_backend if ATTENTION in names else self._backend
         tower = make_tower(self._tower, self.state_with(names), backend, fast_accumulation=fast)

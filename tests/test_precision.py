@@ -222,8 +222,10 @@ def test_the_choice_holds_where_verify_looks(
 ) -> None:
     """Items that fp8 serves well say nothing of the random ones, by which a build is judged."""
     path = tmp_path / "flat.safetensors"
-    grid: Grid = (1, 8, 8)
-    save_file({"pixel_values": torch.full((64, 1176), 2.0), "grid_thw": torch.tensor([grid])}, path)
+    # More than are read.
+    grids: list[Grid] = [(1, 8, 8)] * 20
+    pixels = torch.full((20 * 64, 1176), 2.0)
+    save_file({"pixel_values": pixels, "grid_thw": torch.tensor(grids)}, path)
     asked = request(fp8_inputs=str(path), fp8_max_error=0.13, fp8_min_cosine=0.9)
     changed, precision = choose_precision(checkpoint, asked, state, "TORCH_SDPA")
     assert precision.inputs == "flat.safetensors"
