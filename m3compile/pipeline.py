@@ -206,9 +206,11 @@ def _prove(
         with progress.stage("verify", seconds):
             report = verify_encoder(encoder, checkpoint, progress=progress)
         if not report.passed:
-            raise VerificationError(
-                f"the compiled program differs from eager, nothing was published: {report.summary}"
-            )
+            # What fp8 may be off is the caller's to say; else the program is at fault.
+            reason = "the compiled program differs from eager"
+            if manifest.precision is not None:
+                reason = "fp8 is too far from eager (fp8_max_error and fp8_min_cosine allow more)"
+            raise VerificationError(f"{reason}, nothing was published: {report.summary}")
         if is_captured(manifest.build):
             with progress.stage("time routes", seconds):
                 times = measure_routes(encoder, progress.advance)

@@ -37,6 +37,8 @@ ATTENTION = "attention"
 
 # What the build's own verification is made of; on the first, a thumbnail, layers are ranked.
 _GRIDS: tuple[Grid, ...] = (*FILLERS, LARGE_FILLER)
+# Frames of a clip of the smallest segments: the worst token is found where many stand alone.
+_CLIP_FRAMES = 513
 # Of the items in a file.
 _MOST_ITEMS = 16
 # What may be used up here of the distance to the bound: among more items some are worse, and among
@@ -307,7 +309,8 @@ def measured_items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Ten
 
 def _random_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
     fitting = [grid for grid in _GRIDS if grid[0] <= tower.vision_segment_max_frames]
-    return [(random_pixels(grid, tower.patch_dim), grid) for grid in fitting]
+    grids = [*fitting, (_CLIP_FRAMES, 2, 2)]
+    return [(random_pixels(grid, tower.patch_dim), grid) for grid in grids]
 
 
 def _file_items(name: str, tower: TowerConfig) -> list[tuple[Tensor, Grid]]:

@@ -135,6 +135,19 @@ def test_flags_win_over_build_yaml(compiles: object, run: Run) -> None:
     assert (built("y").budgets, built("y").max_items) == ((64,), 3)
 
 
+def test_a_bad_flag_is_not_blamed_on_build_yaml(refused: Refused) -> None:
+    yaml_file("build.yaml", budgets=[32])
+    for words, says in (
+        (("--budgets", "256,64"), "flags: budgets has 64 after 256"),
+        (("--attention", "NOPE"), "flags: attention is 'NOPE'"),
+    ):
+        line = refused(2, "build", *words)
+        assert says in line
+        assert "build.yaml" not in line
+    yaml_file("build.yaml", budgets=[64, 32])
+    assert "build.yaml: budgets has 32 after 64" in refused(2, "build", "--attention", "auto")
+
+
 def test_another_config_than_build_yaml(compiles: object, run: Run) -> None:
     yaml_file("build.yaml", nonsense=1)
     yaml_file("other.yaml", budgets=[48])

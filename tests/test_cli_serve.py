@@ -39,10 +39,10 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     [
         (("--replicas", "0"), "replicas is '0'; allowed: a whole number from 1, or auto"),
         (("--replicas", "some"), "replicas is 'some'"),
-        (("--queue-limit", "0"), "`$.queue_limit`"),
-        (("--max-batch-tokens", "0"), "`$.max_batch_tokens`"),
-        (("--batch-wait-ms", "-1"), "`$.batch_wait_ms`"),
-        (("--timeout-s", "0"), "`$.timeout_s`"),
+        (("--queue-limit", "0"), "queue_limit is "),
+        (("--max-batch-tokens", "0"), "max_batch_tokens is "),
+        (("--batch-wait-ms", "-1"), "batch_wait_ms is "),
+        (("--timeout-s", "0"), "timeout_s is "),
         (("--port", "0"), "--port"),
     ],
 )

@@ -28,8 +28,10 @@ def choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, C
     if config.attention_dtype != "fp8":
         return whole, None
     fp8 = choose("fp8")
-    # On a CPU there is nothing to gain: it is asked for to see what fp8 computes.
-    if config.device == "cpu" or fp8.is_faster_than(whole):
+    if config.device == "cpu":
+        # There is nothing to gain: it is asked for to see what fp8 computes.
+        return whole, fp8
+    if fp8.is_faster_than(whole):
         reason = f"in fp8, {fp8.reason}; in {config.dtype}, {whole.reason}"
         return whole, fp8._replace(reason=reason)
     reason = f"{whole.reason}; fp8 is not faster: {fp8.reason}"

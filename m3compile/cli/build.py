@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.cli.console import StageProgress, counted, stderr, stdout
 from m3compile.cli.precision import fp8_line
 from m3compile.config.bounds import FP8_MAX_ERROR, FP8_MIN_COSINE
 from m3compile.config.build import (
@@ -81,8 +81,8 @@ def build(config_file: str | None, **flags: Any) -> None:
     if manifest.precision is not None:
         out.print(f"  {fp8_line(manifest.precision)}", markup=False)
     out.print(
-        f"  {len(manifest.ladder)} budgets from {manifest.ladder[0]} to {manifest.ladder[-1]} "
-        f"tokens, weights {weights / 1e6:.1f} MB",
+        f"  {counted(len(manifest.ladder), 'budget')} from {manifest.ladder[0]} to "
+        f"{manifest.ladder[-1]} tokens, weights {weights / 1e6:.1f} MB",
         markup=False,
     )
     if manifest.provenance.weights == "random":

@@ -29,6 +29,11 @@ def stderr() -> Console:
     return Console(file=sys.stderr, width=width, highlight=False, soft_wrap=True)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 item`, `2,000 items`; for nouns that take an s."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are numbers."""
     result = Table(title=title, title_justify="left", box=None, pad_edge=False)

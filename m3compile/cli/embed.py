@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 import msgspec
 
-from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.cli.console import StageProgress, counted, stderr, stdout
 from m3compile.cli.inputs import ManyInputs
 from m3compile.errors import DependencyError
 
@@ -109,8 +109,9 @@ def _show(report: EmbedReport, output: str, as_json: bool) -> None:
         return
     before = f" ({report.rows_before:,} were there)" if report.rows_before else ""
     stdout().print(
-        f"Wrote {output}: {report.rows_written:,} rows{before}, "
-        f"{report.errors_written:,} with an error, {report.tokens_written:,} tokens, "
-        f"{report.files:,} files, {report.bytes_written / 1e6:,.1f} MB in {report.seconds:.1f} s",
+        f"Wrote {output}: {counted(report.rows_written, 'row')}{before}, "
+        f"{report.errors_written:,} with an error, {counted(report.tokens_written, 'token')}, "
+        f"{counted(report.files, 'file')}, {report.bytes_written / 1e6:,.1f} MB in "
+        f"{report.seconds:.1f} s",
         markup=False,
     )

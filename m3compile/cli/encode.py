@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from m3compile.artifact import Manifest, read_preprocess
-from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.cli.console import StageProgress, counted, stderr, stdout
 from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows
 from m3compile.config.build import DEVICES
 from m3compile.errors import RequestError
@@ -66,7 +66,9 @@ def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | No
     counts = torch.tensor([len(rows) for rows in results], dtype=torch.int64)
     _write(target, embeddings, counts, {"artifact": str(artifact), "inputs": json.dumps(inputs)})
     stdout().print(
-        f"Wrote {output}: {len(results)} items, {len(embeddings)} tokens of {width}", markup=False
+        f"Wrote {output}: {counted(len(results), 'item')}, {counted(len(embeddings), 'token')} "
+        f"of {width}",
+        markup=False,
     )
     if stats["nonfinite_items"]:
         stderr().print(

@@ -61,6 +61,7 @@ def _show(folder: Path, manifest: Manifest) -> None:
         facts["fp8"] = fp8_line(manifest.precision).removeprefix("fp8: ")
     if VERIFY in manifest.files:
         facts["verified"] = _summary(folder / VERIFY)
+    facts["files"] = f"{len(manifest.files)}, each of the size and SHA-256 that the manifest lists"
     for name, value in facts.items():
         console.print(f"{name:15} {value}", markup=False)
     files = table("", "file", "bytes", "sha256")

@@ -101,6 +101,8 @@ def load_build_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
     """
     document = read_yaml_mapping(path)
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    # By themselves first: the file is not to blame for a flag.
+    _check_values(given, "flags")
     return build_config_from_mapping({**document, **given}, str(path))
 
 
@@ -110,6 +112,16 @@ def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildCo
     Raises:
         ConfigError: naming the key, the value found and what is allowed.
     """
+    checked = _check_values(values, source)
+    if "specialize" in values:
+        checked["specialize"] = _specialize(values["specialize"], checked.get("budgets"), source)
+    config = BuildConfig(**checked)
+    check_fp8(config, source)
+    return config
+
+
+def _check_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Check every value by itself; the values, as `BuildConfig` takes them."""
     fields = BuildConfig.__struct_fields__
     for key in values:
         if key not in fields:
@@ -139,14 +151,10 @@ def build_config_from_mapping(values: Mapping[str, Any], source: str) -> BuildCo
     checked = {**values}
     if values.get("budgets") is not None:
         checked["budgets"] = _budgets(values["budgets"], "budgets", source)
-    if "specialize" in values:
-        checked["specialize"] = _specialize(values["specialize"], checked.get("budgets"), source)
     for key in ("fp8_max_error", "fp8_min_cosine"):
         if key in values:
             checked[key] = _share(values[key], key, source)
-    config = BuildConfig(**checked)
-    check_fp8(config, source)
-    return config
+    return checked
 
 
 def check_fp8(config: BuildConfig, source: str) -> None:

@@ -93,7 +93,7 @@ def _refuse_occupied(target: Path, force: bool) -> None:
     held = sorted(entry.name for entry in target.iterdir())
     if held and not force:
         raise RequestError(
-            f"{target} is not empty (it holds {held[0]}); expected an empty folder, or force"
+            f"{target} is not empty (it holds {held[0]}); expected a new or empty folder"
         )
     foreign = [name for name in held if not _is_ours(name)]
     if foreign:

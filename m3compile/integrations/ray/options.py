@@ -69,4 +69,11 @@ def serve_options(values: Mapping[str, Any]) -> ServeOptions:
             raise ConfigError(
                 f"serve options: replicas is {found}; allowed: a whole number from 1, or auto"
             ) from None
+        # msgspec says what it expected, and at `$.key`.
+        expected, _, key = one_line(error).rpartition(" - at `$.")
+        key = key.rstrip("`")
+        if key in values:
+            found = shown(values[key])
+            rule = expected[:1].lower() + expected[1:]
+            raise ConfigError(f"serve options: {key} is {found}; {rule}") from None
         raise ConfigError(f"serve options: {one_line(error)}") from None
