@@ -18,11 +18,13 @@ import pytest
 import serve_support  # noqa: F401 (settles how Ray Serve is imported)
 import torch
 import yaml
+from conftest import GOLDENS
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 from safetensors.torch import save
 
 import m3compile
+from m3compile.config import PreprocessConfig
 from m3compile.errors import (
     ArtifactDamagedError,
     ConfigError,
@@ -31,7 +33,7 @@ from m3compile.errors import (
     OperationError,
     TooLargeError,
 )
-from m3compile.integrations.ray import ingress, replica
+from m3compile.integrations.ray import ingress, replica, requests
 from m3compile.integrations.ray.batching import encode_jobs, make_job
 from m3compile.integrations.ray.ingress import EncoderIngress, make_api
 from m3compile.integrations.ray.options import ServeOptions, serve_options
@@ -148,6 +150,60 @@ def test_too_many(serving: EncoderIngress, monkeypatch: pytest.MonkeyPatch) -> N
     assert full.headers["Retry-After"] == "1"
 
 
+def post(content: bytes, kind: str) -> httpx.Response:
+    async def one() -> httpx.Response:
+        transport = httpx.ASGITransport(app=make_api())
+        async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
+            return await client.post(ENCODE_PATH, content=content, headers={"Content-Type": kind})
+
+    return asyncio.run(one())
+
+
+def test_a_size_that_no_tensor_can_have(serving: EncoderIngress) -> None:
+    tensor = '{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[0,0]}'
+    header = f'{{"pixel_values":{tensor},"grid_thw":{tensor}}}'.encode()
+    answer = post(len(header).to_bytes(8, "little") + header, HEADERS["Content-Type"])
+    assert told(answer) == (400, "InputError")
+    assert "Exception raised from" not in answer.text
+
+
+def test_items_are_counted_before_they_are_looked_at(
+    serving: EncoderIngress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "make_job", fail(AssertionError("looked at")))
+    body = save({"pixel_values": ROWS, "grid_thw": torch.full((1_000_000, 3), 2).to(torch.uint8)})
+    answer = post(body, HEADERS["Content-Type"])
+    assert told(answer) == (413, "TooLargeError")
+    assert "1000000 items" in answer.text
+
+
+def test_images_over_the_limit_of_tokens_are_not_all_decoded() -> None:
+    image = (GOLDENS / "images" / "tiny.png").read_bytes()
+    files = [requests.ImageFile("a", image)] * 3 + [requests.ImageFile("b", b"broken")]
+    with pytest.raises(TooLargeError, match="over 8 output tokens"):
+        requests.read_images(files, PreprocessConfig(), 10_000, 8)
+    with pytest.raises(InputError, match="item 3: b"):
+        requests.read_images(files, PreprocessConfig(), 10_000, 18)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("multipart/form-data; Boundary=b", "item 0: x.png"),
+        # A name that UTF-8 cannot spell.
+        ("multipart/form-data; boundary=b; charset=unicode_escape", r"item 0: \ud800.png"),
+    ],
+)
+def test_forms_that_are_odd(serving: EncoderIngress, kind: str, says: str) -> None:
+    name = r"\ud800.png" if "charset" in kind else "x.png"
+    part = f'Content-Disposition: form-data; name="a"; filename="{name}"\r\n\r\nno image'
+    answer = post(f"--b\r\n{part}\r\n--b--\r\n".encode(), kind)
+    assert told(answer) == (400, "InputError")
+    fault = read_fault(answer.content)
+    assert fault is not None
+    assert fault.message.startswith(says)
+
+
 def fail(error: Exception) -> Callable[[Any], Any]:
     def raise_it(job: Any) -> Any:
         raise error
@@ -243,6 +299,15 @@ def test_a_job_that_is_not_finite_fails_alone(
     assert str(outcomes[1]).startswith(says)
     for index in (0, 2):
         assert_same(outcomes[index], encoder.encode(list(jobs[index].rows), GRIDS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_that_are_not_finite(encoder: m3compile.Encoder, dtype: torch.dtype) -> None:
+    rows = ROWS.to(dtype)
+    rows[17, 3] = float("nan")
+    (outcome,) = encode_jobs(encoder, [make_job(rows, GRIDS, encoder.manifest.tower)])
+    assert isinstance(outcome, InputError)
+    assert str(outcome).startswith("item 1: pixel_values has a value that is not finite")
 
 
 def test_a_batch_that_fails_is_encoded_one_by_one(
