@@ -5,12 +5,14 @@ fails, or drains, against a stand-in for it. And what joins requests, against `E
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import pickle
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -33,7 +35,7 @@ from m3compile.errors import (
     OperationError,
     TooLargeError,
 )
-from m3compile.integrations.ray import ingress, replica, requests
+from m3compile.integrations.ray import ingress, proxy, replica, requests
 from m3compile.integrations.ray.batching import encode_jobs, make_job
 from m3compile.integrations.ray.ingress import EncoderIngress, make_api
 from m3compile.integrations.ray.options import ServeOptions, serve_options
@@ -327,6 +329,25 @@ def test_a_batch_that_fails_is_encoded_one_by_one(
     assert_same(second, real(list(jobs[1].rows), GRIDS))
     assert isinstance(third, OperationError)
     assert str(third) == "out of memory"
+
+
+# Which proxy.
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", "1"), ("0.0.0.0", "1"), ("192.0.2.1", None), ("::1", None), ("::", None)],
+)
+def test_haproxy_is_used_where_it_reaches_the_replicas(
+    monkeypatch: pytest.MonkeyPatch, host: str, expected: str | None
+) -> None:
+    """At another address than these two, Ray's HAProxy finds no replica and answers 500."""
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(proxy, "os", SimpleNamespace(environ=environment))
+    monkeypatch.delitem(sys.modules, "ray.serve")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    proxy.prefer_haproxy(host)
+    assert environment.get("RAY_SERVE_ENABLE_HA_PROXY") == expected
 
 
 # Settings, and errors that cross processes.
