@@ -8,6 +8,7 @@ import asyncio
 import importlib.util
 import pickle
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ from m3compile.integrations.ray.ingress import EncoderIngress, make_api
 from m3compile.integrations.ray.options import ServeOptions, serve_options
 from m3compile.integrations.ray.refusals import Refused
 from m3compile.integrations.ray.server import start_error
+from m3compile.integrations.ray.signals import own_signals
 from m3compile.wire import ENCODE_PATH, READY_PATH, read_fault
 
 GRIDS = [(1, 4, 4), (1, 2, 6)]
@@ -348,6 +350,20 @@ def test_haproxy_is_used_where_it_reaches_the_replicas(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     proxy.prefer_haproxy(host)
     assert environment.get("RAY_SERVE_ENABLE_HA_PROXY") == expected
+
+
+def test_sigterm_while_ray_starts_and_after_it() -> None:
+    """Unwinds like Ctrl-C, whatever Ray makes of it, and is as it was."""
+
+    def start() -> None:
+        with own_signals():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # Settings, and errors that cross processes.
