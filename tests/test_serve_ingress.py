@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import serve_support  # noqa: F401 (settles how Ray Serve is imported)
 import torch
@@ -95,7 +96,8 @@ def serving(
     monkeypatch.setattr(replica, "ReplicaMetrics", lambda: metrics)
     monkeypatch.setattr(replica, "Batcher", Batcher)
     threads = torch.get_num_threads()
-    made = EncoderIngress(ServeOptions(artifact=str(golden_artifact), timeout_s=0.3, queue_limit=2))
+    # On a busy machine decoding may take a while; the test of the timeout has one of its own.
+    made = EncoderIngress(ServeOptions(artifact=str(golden_artifact), queue_limit=2))
     monkeypatch.setattr(ingress, "_replica", lambda: made)
     yield made
     torch.set_num_threads(threads)
@@ -136,17 +138,19 @@ def test_a_success_is_counted(serving: EncoderIngress, metrics: Metrics) -> None
 def test_too_slow(
     serving: EncoderIngress, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Batcher, "seconds", 5.0)
+    monkeypatch.setattr(Batcher, "seconds", 30.0)
+    service = serving._service
+    service.options = msgspec.structs.replace(service.options, timeout_s=0.3)
     started = time.monotonic()
     (answer,) = send(ENCODE_PATH)
     assert told(answer) == (504, "Timeout")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
     assert metrics.statuses == [504]
     assert metrics.depths[-1] == 0
 
 
 def test_too_many(serving: EncoderIngress, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Batcher, "seconds", 0.1)
+    monkeypatch.setattr(Batcher, "seconds", 0.5)
     answers = send(*[ENCODE_PATH] * 5)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
     full = next(answer for answer in answers if answer.status_code == 429)
@@ -240,7 +244,7 @@ def test_errors_of_the_encoder(
 
 
 def test_draining(serving: EncoderIngress, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Batcher, "seconds", 0.2)
+    monkeypatch.setattr(Batcher, "seconds", 1.0)
 
     async def scenario() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=make_api())
@@ -253,7 +257,7 @@ def test_draining(serving: EncoderIngress, monkeypatch: pytest.MonkeyPatch) -> N
             late = await client.post(ENCODE_PATH, content=BODY, headers=HEADERS)
             ready = await client.get(READY_PATH)
             answers = [await first, late, ready]
-            await asyncio.wait_for(drained, 5)
+            await asyncio.wait_for(drained, 30)
             return answers
 
     accepted, late, ready = asyncio.run(scenario())
