@@ -47,13 +47,8 @@ def check_batch(pixel_values: Any, grid_thw: Any, config: TowerConfig) -> Batch:
         _check_dense("grid_thw", grid_thw)
     grids = read_grids(grid_thw)
     starts = [0]
-    segments: list[Sequence[Grid]] = []
-    segment_tokens: list[Sequence[int]] = []
     for t, h, w in grids:
         starts.append(starts[-1] + t * h * w)
-        parts = segments_of(t, h, w, config.vision_segment_max_frames)
-        segments.append(parts)
-        segment_tokens.append([a * b * c // config.patches_per_token for a, b, c in parts])
     if isinstance(pixel_values, Tensor):
         _check_rows("pixel_values", pixel_values, starts[-1], config, grids)
     elif isinstance(pixel_values, (list, tuple)):
@@ -80,6 +75,13 @@ def check_batch(pixel_values: Any, grid_thw: Any, config: TowerConfig) -> Batch:
             f"pixel_values is a {type(pixel_values).__name__}, expected a tensor or a list of "
             "tensors"
         )
+    # After the rows, which bound them: a clip's sides alone could ask for any number.
+    segments: list[Sequence[Grid]] = []
+    segment_tokens: list[Sequence[int]] = []
+    for t, h, w in grids:
+        parts = segments_of(t, h, w, config.vision_segment_max_frames)
+        segments.append(parts)
+        segment_tokens.append([a * b * c // config.patches_per_token for a, b, c in parts])
     return Batch(grids, pixel_values, starts, segments, segment_tokens)
 
 

@@ -6,6 +6,7 @@ with Client("http://127.0.0.1:8000") as client:
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -55,17 +56,23 @@ class Client:
 
     Args:
         url: of the server, without a path.
-        timeout_s: for a request and its retries together.
+        timeout_s: for a request and its retries together. An answer that has begun by then is read
+            to its end, while its parts come.
         retries: at most so many, after a refused or broken connection, 429, 502 or 503, a replica
             that died, or a server that starts; with growing pauses, or the server's Retry-After.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 60.0, retries: int = 4) -> None:
+        if not 0 < timeout_s < math.inf or retries < 0:
+            raise RequestError(
+                f"timeout_s is {timeout_s}, retries is {retries}; expected a time above 0, and 0 "
+                "or more"
+            )
         self._timeout_s = timeout_s
         self._retries = retries
         try:
             parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
+        except (httpx.InvalidURL, TypeError) as error:
             raise RequestError(f"url is {url!r}: {error}") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise RequestError(f"url is {url!r}; expected http://HOST:PORT")
@@ -89,15 +96,18 @@ class Client:
             ServiceError: no answer in time, in spite of the retries, or the server failed.
         """
         grids = read_grids(grid_thw)
-        if isinstance(pixel_values, (list, tuple)):
-            pixel_values = np.concatenate(pixel_values) if pixel_values else np.zeros((0, 0), "f4")
-        rows = np.ascontiguousarray(pixel_values)
+        rows = _rows(pixel_values)
         if rows.ndim != 2:
             raise InputError(f"pixel_values has shape {rows.shape}, expected (rows, patch_dim)")
         expected = sum(t * h * w for t, h, w in grids)
         check_row_shape("pixel_values", rows.shape, expected, rows.shape[1], grids)
         table = np.asarray(grids, np.int64).reshape(-1, 3)
-        body = safetensors.numpy.save({PIXELS: rows, GRIDS: table})
+        try:
+            body = safetensors.numpy.save({PIXELS: rows, GRIDS: table})
+        except safetensors.SafetensorError:
+            raise InputError(
+                f"pixel_values has dtype {rows.dtype}, expected a float dtype"
+            ) from None
         answer = self._send(
             "POST", ENCODE_PATH, content=body, headers={"Content-Type": SAFETENSORS}
         )
@@ -119,26 +129,36 @@ class Client:
         files = []
         for path in map(Path, paths):
             try:
-                files.append(("images", (path.name, path.read_bytes())))
+                name = os.fsencode(path.name).decode(errors="backslashreplace")
+                files.append(("images", (name, path.read_bytes())))
             except FileNotFoundError:
                 raise InputNotFoundError(f"{path}: no such file") from None
-            except OSError as error:
-                raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise InputError(f"{path}: cannot be read: {reason}") from None
         return read_answer(self._send("POST", ENCODE_PATH, files=files).content)
 
     def info(self) -> dict[str, Any]:
         """The artifact in short, and the limits of a request. Raises: ServiceError."""
-        found: dict[str, Any] = self._send("GET", INFO_PATH).json()
+        answer = self._send("GET", INFO_PATH)
+        try:
+            found: dict[str, Any] = answer.json()
+        except ValueError as error:
+            raise ServiceError(f"the answer is not one of this server: {error}") from None
         return found
 
     def ready(self) -> bool:
         """Whether the server takes requests now; never raises, never retries."""
+        if self._http.is_closed:
+            return False
         try:
             return self._http.get(READY_PATH).status_code == 200
         except httpx.HTTPError:
             return False
 
     def _send(self, method: str, path: str, **content: Any) -> httpx.Response:
+        if self._http.is_closed:
+            raise RequestError("the client is closed; make another one")
         deadline = time.monotonic() + self._timeout_s
         headers = {"Accept": SAFETENSORS, **content.pop("headers", {})}
         failure: M3CompileError
@@ -155,6 +175,8 @@ class Client:
                 ) from None
             except httpx.TransportError as error:
                 failure = ServiceError(f"{self._http.base_url}: {error or type(error).__name__}")
+            except httpx.HTTPError as error:
+                raise ServiceError(f"{self._http.base_url}: {error}") from None
             else:
                 if answer.is_success:
                     return answer
@@ -175,6 +197,17 @@ class Client:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _rows(pixel_values: Any) -> np.ndarray:
+    try:
+        if isinstance(pixel_values, (list, tuple)) and pixel_values:
+            pixel_values = np.concatenate(pixel_values)
+        elif isinstance(pixel_values, (list, tuple)):
+            pixel_values = np.zeros((0, 0), "f4")
+        return np.ascontiguousarray(pixel_values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"pixel_values is no array of rows: {error}") from None
 
 
 def _may_retry(answer: httpx.Response) -> bool:
@@ -211,6 +244,10 @@ def read_answer(body: bytes) -> list[np.ndarray]:
     try:
         tensors = dict(safetensors.deserialize(body))
         embeddings, counts = _array(tensors[EMBEDDINGS]), _array(tensors[COUNTS])
+        if counts.ndim != 1 or counts.dtype.kind != "i" or (counts < 0).any():
+            raise ValueError(f"{COUNTS} is {counts.dtype} of shape {counts.shape}")
+        if counts.sum() != len(embeddings):
+            raise ValueError(f"{len(embeddings)} embeddings for {counts.sum()} tokens")
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ServiceError(f"the answer is not one of this server: {error}") from None
     return np.split(embeddings, np.cumsum(counts)[:-1]) if len(counts) else []

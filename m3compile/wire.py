@@ -47,7 +47,8 @@ class FaultBody(msgspec.Struct, frozen=True):
 
 def fault_body(kind: str, message: str) -> bytes:
     """The body that tells of an error; a message that begins with an item names it."""
-    line = " ".join(message.split())
+    # A file's name may hold what UTF-8 has no bytes for.
+    line = " ".join(message.split()).encode(errors="backslashreplace").decode()
     found = _ITEM.match(line)
     item = int(found[1]) if found else None
     return msgspec.json.encode(FaultBody(Fault(kind=kind, message=line, item=item)))

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from m3compile import batch as batch_module
 from m3compile.batch import check_batch, run_items, run_segments, run_sources
 from m3compile.buckets import Planner
 from m3compile.config import TINY
@@ -300,3 +301,15 @@ def test_neighbours_in_the_batch_come_as_one_source(grids: list[Grid]) -> None:
     (run,) = Planner((4096,), 512).plan(batch.segment_tokens)
     assert len(run_sources(batch, run)) == 1
     assert run.tokens == sum(map(num_tokens, grids))
+
+
+def test_a_long_clip_without_its_rows_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segments alone would fill the memory."""
+
+    def never(*sides: int) -> list:
+        raise AssertionError("cut into segments")
+
+    monkeypatch.setattr(batch_module, "segments_of", never)
+    for rows in (torch.zeros(4, PATCH_DIM), [torch.zeros(4, PATCH_DIM)]):
+        with pytest.raises(InputError, match="4 rows, expected 4194304"):
+            check_batch(rows, [(1 << 20, 2, 2)], TINY)

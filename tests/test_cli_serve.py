@@ -141,10 +141,12 @@ def test_sigterm_lets_accepted_requests_finish(golden_artifact: Path) -> None:
         process.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=90) == 0
         assert process.stderr is not None
         assert "stopping: waiting for accepted requests" in process.stderr.read()
     for noted in outcomes:
         *done, last = noted
         assert set(done) == {"encoded"}
-        assert "answered 503: the server is stopping" in last
+        # Whoever is slow to send another one finds nobody there; nothing was accepted then.
+        assert "answered 503: the server is stopping" in last or "Connection refused" in last
+    assert any("answered 503: the server is stopping" in noted[-1] for noted in outcomes)

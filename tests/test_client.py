@@ -4,6 +4,7 @@ sends again. Answers are written with safetensors' own torch functions.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def success(dtype: torch.dtype = torch.float32) -> tuple[int, dict[str, str], by
 
 def refusal(status: int, kind: str, message: str, **headers: str) -> Any:
     return status, headers, fault_body(kind, message)
+
+
+def counted(counts: Any) -> tuple[int, dict[str, str], bytes]:
+    return 200, {}, save({"embeddings": EMBEDDINGS, "token_counts": torch.tensor(counts)})
 
 
 def encode(script: Script, **options: Any) -> list[np.ndarray]:
@@ -92,6 +97,9 @@ def test_nothing_to_send() -> None:
         (ROWS[0], GRIDS, "has shape (6,)"),
         (ROWS, [[1, 4, 5]], "item 0: grid is [1, 4, 5]"),
         (ROWS, "x", "expected a tensor or nested lists"),
+        (ROWS.astype("c16"), GRIDS, "dtype complex128, expected a float dtype"),
+        ([ROWS[:16], ROWS[16:, :5]], GRIDS, "pixel_values is no array of rows"),
+        (torch.from_numpy(ROWS).bfloat16(), GRIDS, "pixel_values is no array of rows"),
     ],
 )
 def test_what_cannot_be_right_is_not_sent(pixel_values: Any, grids: Any, says: str) -> None:
@@ -100,6 +108,19 @@ def test_what_cannot_be_right_is_not_sent(pixel_values: Any, grids: Any, says: s
             client.encode(pixel_values, grids)
         assert says in str(raised.value)
     assert script.seen == []
+
+
+def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")
+    Path(path).write_bytes(b"x")
+    with Script(success()) as script, Client(script.url) as client:
+        client.encode_files([path])
+    assert rb'filename="\\xff.png"' in script.seen[0][1]
+
+
+def test_a_file_name_that_cannot_be(tmp_path: Path) -> None:
+    with Client("http://127.0.0.1:1") as client, pytest.raises(InputError, match="null byte"):
+        client.encode_files(["a\0b"])
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -125,6 +146,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
         (refusal(400, "EncoderClosedError", "odd"), RequestError, "odd"),
         ((200, {}, b"no tensors"), ServiceError, "not one of this server"),
         ((200, {}, save({"a": torch.ones(1)})), ServiceError, "not one of this server"),
+        (counted([4, 2]), ServiceError, "5 embeddings for 6 tokens"),
+        (counted([6, -1]), ServiceError, "not one of this server"),
+        (counted([4.0, 1.0]), ServiceError, "not one of this server"),
+        (counted([[4], [1]]), ServiceError, "not one of this server"),
+        (counted(5), ServiceError, "not one of this server"),
+        ((200, {"Content-Encoding": "gzip"}, b"no gzip"), ServiceError, "decompressing"),
     ],
 )
 def test_what_is_refused_is_sent_once(answer: Any, kind: type, says: str) -> None:
@@ -176,10 +203,35 @@ def test_nobody_listens() -> None:
             client.encode(ROWS, GRIDS)
 
 
-@pytest.mark.parametrize("url", ["http://a:b", "127.0.0.1:8000", "ftp://a", "", "http://"])
-def test_a_bad_address(url: str) -> None:
+@pytest.mark.parametrize("url", [None, "http://a:b", "127.0.0.1:8000", "ftp://a", "", "http://"])
+def test_a_bad_address(url: Any) -> None:
     with pytest.raises(RequestError, match="url is"):
         Client(url)
+
+
+@pytest.mark.parametrize(
+    "options", [{"timeout_s": 0}, {"timeout_s": float("nan")}, {"retries": -1}]
+)
+def test_settings_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="expected a time above 0, and 0 or more"):
+        Client("http://127.0.0.1:1", **options)
+
+
+def test_a_closed_client_says_so() -> None:
+    client = Client("http://127.0.0.1:1")
+    client.close()
+    assert not client.ready()
+    with pytest.raises(RequestError, match="the client is closed"):
+        client.info()
+
+
+def test_info_that_is_none() -> None:
+    with (
+        Script((200, {}, b"<html>")) as script,
+        Client(script.url) as client,
+        pytest.raises(ServiceError, match="not one of this server"),
+    ):
+        client.info()
 
 
 def test_it_needs_neither_torch_nor_ray() -> None:

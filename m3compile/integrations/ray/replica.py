@@ -105,8 +105,9 @@ class EncoderService:
             InputError: as `Encoder.encode`.
             TooLargeError: it has too many items or tokens.
         """
+        # Before the items are looked at: each costs time and memory.
+        check_size("items", _num_items(grid_thw), self.options.max_items)
         job = make_job(pixel_values, grid_thw, self.encoder.manifest.tower)
-        check_size("items", len(job.grids), self.options.max_items)
         check_size("output tokens", sum(job.tokens), self.options.max_request_tokens)
         return job
 
@@ -157,3 +158,11 @@ class EncoderService:
                 "timeout_s": options.timeout_s,
             },
         }
+
+
+def _num_items(grid_thw: Any) -> int:
+    """Of a table of grids; 0 for what is none, which `make_job` refuses."""
+    try:
+        return len(grid_thw)
+    except TypeError:
+        return 0

@@ -60,7 +60,7 @@ async def _within(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
 
 
 async def _read_form(request: Request, max_bytes: int, max_items: int) -> list[ImageFile]:
-    if "boundary=" not in request.headers["content-type"]:
+    if "boundary=" not in request.headers["content-type"].lower():
         raise InputError(f"{MULTIPART} without a boundary; expected boundary=...")
     parser = MultiPartParser(request.headers, _within(request, max_bytes), max_files=max_items)
     try:
@@ -100,8 +100,10 @@ def read_rows(body: bytes) -> tuple[Tensor, Tensor]:
     """
     try:
         tensors = load(body)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise InputError(f"the body is not a readable safetensors file: {error}") from None
+    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
+        # torch adds its own stack to what it says.
+        reason = next(iter(str(error).splitlines()), "")
+        raise InputError(f"the body is not a readable safetensors file: {reason}") from None
     for name in (PIXELS, GRIDS):
         if name not in tensors:
             raise InputError(f"tensor {name} is missing; found {sorted(tensors)[:8]}")
@@ -109,15 +111,16 @@ def read_rows(body: bytes) -> tuple[Tensor, Tensor]:
 
 
 def read_images(
-    files: Sequence[ImageFile], config: PreprocessConfig, max_pixels: int
+    files: Sequence[ImageFile], config: PreprocessConfig, max_pixels: int, max_tokens: int
 ) -> tuple[list[Tensor], list[tuple[int, int, int]]]:
     """Rows and grid of every file.
 
     Raises:
         InputError: naming the item, as `decode_image` and `image_rows`.
-        TooLargeError: an image has over `max_pixels` pixels; it is not decoded.
+        TooLargeError: an image has over `max_pixels` pixels; it is not decoded. Or all have over
+            `max_tokens` output tokens; the images after those are not decoded.
     """
-    rows, grids = [], []
+    rows, grids, tokens = [], [], 0
     for index, (name, data) in enumerate(files):
         item = f"item {index}: {name}"
         image = decode_image(io.BytesIO(data), item, max_pixels)
@@ -125,6 +128,11 @@ def read_images(
             item_rows, grid = image_rows(image, config)
         except InputError as error:
             raise InputError(f"{item}: {error}") from None
+        tokens += len(item_rows) // config.merge_size**2
+        if tokens > max_tokens:
+            raise TooLargeError(
+                f"the images have over {max_tokens} output tokens, the most allowed"
+            )
         rows.append(item_rows)
         grids.append(grid)
     return rows, grids

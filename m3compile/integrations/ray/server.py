@@ -23,6 +23,7 @@ from m3compile.errors import M3CompileError, OperationError, RequestError, Servi
 from m3compile.integrations.ray.application import APPLICATION, DEPLOYMENT, make_app, num_replicas
 from m3compile.integrations.ray.options import ServeOptions
 from m3compile.integrations.ray.proxy import ADDRESS_VARIABLE
+from m3compile.integrations.ray.signals import own_signals
 from m3compile.loading import check_machine
 from m3compile.progress import Progress
 
@@ -162,14 +163,15 @@ def _start_ray(owns_cluster: bool, options: ServeOptions) -> None:
     """A cluster of this machine's own, never one that merely runs here."""
     wanted = options.cpus_per_replica * (options.replicas if options.replicas != "auto" else 1)
     try:
-        ray.init(
-            address="local" if owns_cluster else None,
-            # Replicas may share cores, where their number was asked for.
-            num_cpus=max(os.cpu_count() or 1, wanted) if owns_cluster else None,
-            include_dashboard=False if owns_cluster else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with own_signals():
+            ray.init(
+                address="local" if owns_cluster else None,
+                # Replicas may share cores, where their number was asked for.
+                num_cpus=max(os.cpu_count() or 1, wanted) if owns_cluster else None,
+                include_dashboard=False if owns_cluster else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (RuntimeError, OSError, ValueError) as error:
         raise OperationError(f"cannot start Ray: {error}") from error
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -14,6 +12,7 @@ from typing import NamedTuple
 import ray
 
 from m3compile.errors import OperationError, RequestError
+from m3compile.integrations.ray.signals import own_signals
 
 LOCAL = "local"
 # Ray's own default for its object store, of the machine's memory.
@@ -59,7 +58,7 @@ def connected(address: str, batch_bytes: int) -> Iterator[None]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ours = {"include_dashboard": False, "object_store_memory": _store_bytes(batch_bytes)}
     try:
-        with _own_signals():
+        with own_signals():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **ours)
     except Exception as error:
         # Whatever Ray raises: its kinds are not part of its interface.
@@ -69,19 +68,6 @@ def connected(address: str, batch_bytes: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Ray makes SIGTERM exit at once; the command line has its own way to end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _store_bytes(batch_bytes: int) -> int:

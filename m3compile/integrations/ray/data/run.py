@@ -185,8 +185,11 @@ def _run(
 
 
 def _check_apart(output: Path, inputs: Sequence[str]) -> None:
+    # Links followed: a folder reached by two names is one.
+    real = output.resolve()
     for name in inputs:
-        if output == Path(name) or Path(name) in output.parents or output in Path(name).parents:
+        other = Path(name).resolve()
+        if real == other or other in real.parents or real in other.parents:
             raise RequestError(f"--output {output} and --input {name}: one lies in the other")
 
 
