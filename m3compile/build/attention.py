@@ -30,7 +30,7 @@ def choose_attention(config: BuildConfig, tower: TowerConfig) -> tuple[Choice, C
     fp8 = choose("fp8")
     if config.device == "cpu":
         # There is nothing to gain: it is asked for to see what fp8 computes.
-        return whole, fp8
+        return whole, fp8._replace(reason=f"in fp8, {fp8.reason}")
     if fp8.is_faster_than(whole):
         reason = f"in fp8, {fp8.reason}; in {config.dtype}, {whole.reason}"
         return whole, fp8._replace(reason=reason)
