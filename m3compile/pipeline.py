@@ -39,7 +39,6 @@ from m3compile.config import (
     Bounds,
     BuildConfig,
     TowerConfig,
-    preprocess_config_for_tower,
 )
 from m3compile.config.backends import candidates
 from m3compile.config.build import MAX_TOKENS
@@ -59,11 +58,11 @@ from m3compile.verify import VerifyReport, verify_encoder
 from m3compile.version import VERSION
 from m3compile.weights import (
     Checkpoint,
+    checkpoint_preprocess,
     init_checkpoint,
     load_module_state,
     open_checkpoint,
 )
-from m3compile.weights.files import read_json_object
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -116,7 +115,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildReport:
     with _checkpoint_folder(config, progress) as folder:
         with progress.stage("read checkpoint", seconds):
             checkpoint = open_checkpoint(folder)
-            _check_preprocessor(checkpoint)
+            if checkpoint.preprocessor_config is not None:
+                # Settings that `encode` could not honour later are refused now.
+                checkpoint_preprocess(checkpoint)
             request = fp8_request(config, checkpoint.config)
             state = load_module_state(
                 checkpoint, _DTYPES[config.dtype], config.device, progress.advance
@@ -225,13 +226,6 @@ def _store(staging: Path, manifest: Manifest) -> Manifest:
     manifest = msgspec.structs.replace(manifest, files=artifact.list_files(staging))
     artifact.write_manifest(staging, manifest)
     return manifest
-
-
-def _check_preprocessor(checkpoint: Checkpoint) -> None:
-    """Refuse settings that `encode` could not honour later."""
-    path = checkpoint.preprocessor_config
-    if path is not None:
-        preprocess_config_for_tower(read_json_object(path), checkpoint.config, str(path))
 
 
 @contextmanager

@@ -37,6 +37,13 @@ ROWS = (256, 512, 1024, 2304, 5184, 16384)
 LAUNCHES = 32
 SLOTS = 128
 CONFIG = TowerConfig()
+# Of a layer: name, outputs, inputs.
+LINEARS = (
+    ("qkv", 3 * CONFIG.hidden_size, CONFIG.hidden_size),
+    ("out_proj", CONFIG.hidden_size, CONFIG.hidden_size),
+    ("fc1", CONFIG.intermediate_size, CONFIG.hidden_size),
+    ("fc2", CONFIG.hidden_size, CONFIG.intermediate_size),
+)
 
 
 def replay_us(call: Callable[[int], object]) -> float:
@@ -178,14 +185,8 @@ def fp8_layer(layers: list[Fp8Linear], rows: Fp8Rows, index: int) -> Tensor:
 
 
 def fp8_products(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
-    size, wide = CONFIG.hidden_size, CONFIG.intermediate_size
     found: dict[str, tuple[Callable[[int], object], float]] = {}
-    for name, out, inner in (
-        ("qkv", 3 * size, size),
-        ("out_proj", size, size),
-        ("fc1", wide, size),
-        ("fc2", size, wide),
-    ):
+    for name, out, inner in LINEARS:
         x, bias = randn(rows, inner), torch.zeros(out, device="cuda", dtype=torch.bfloat16)
         quantised = quantise_rows(x)
         for fast in (False, True):
@@ -226,14 +227,9 @@ def fp8_attentions(rows: int) -> dict[str, tuple[Callable[[int], object], float]
 
 
 def products(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
-    size, wide = CONFIG.hidden_size, CONFIG.intermediate_size
+    size = CONFIG.hidden_size
     found: dict[str, tuple[Callable[[int], object], float]] = {}
-    for name, out, inner in (
-        ("qkv", 3 * size, size),
-        ("out_proj", size, size),
-        ("fc1", wide, size),
-        ("fc2", size, wide),
-    ):
+    for name, out, inner in LINEARS:
         weights = [randn(out, inner) * inner**-0.5 for _ in range(LAUNCHES)]
         bias, x = randn(out), randn(rows, inner)
         expected = functional.linear(x.float(), weights[0].float())

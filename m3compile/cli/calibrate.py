@@ -13,8 +13,8 @@ import click
 import msgspec
 
 from m3compile.cli.console import StageProgress, stderr, stdout, table
-from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows
-from m3compile.config import BuildConfig, preprocess_config_for_tower
+from m3compile.cli.inputs import ManyInputs, check_inputs, check_output, has_rows
+from m3compile.config import BuildConfig
 from m3compile.config.build import DEVICES, DTYPES
 from m3compile.config.scales import write_scales
 from m3compile.errors import RequestError
@@ -94,12 +94,7 @@ def calibrate(
 
 
 def _check_out(out: str, force: bool) -> None:
-    target = Path(out)
-    if not os.path.isdir(target.absolute().parent):
-        raise RequestError(f"--out {out}: its folder does not exist")
-    if os.path.isdir(target):
-        raise RequestError(f"--out {out}: a folder; expected the name of a file")
-    if os.path.lexists(target) and not force:
+    if os.path.lexists(check_output("--out", out)) and not force:
         raise RequestError(f"--out {out} exists; --force replaces it")
 
 
@@ -107,11 +102,9 @@ def _sources(inputs: tuple[str, ...], checkpoint: Checkpoint) -> list[Source]:
     from m3compile.calibrate import Source
     from m3compile.images import load_images
     from m3compile.rows import read_rows
-    from m3compile.weights.files import read_json_object
+    from m3compile.weights import checkpoint_preprocess
 
-    path = checkpoint.preprocessor_config
-    document = read_json_object(path) if path is not None else {}
-    config = preprocess_config_for_tower(document, checkpoint.config, str(path))
+    config = checkpoint_preprocess(checkpoint)
     return [
         Source(
             name,

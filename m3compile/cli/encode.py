@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 
 from m3compile.artifact import Manifest, read_preprocess
 from m3compile.cli.console import StageProgress, counted, stderr, stdout
-from m3compile.cli.inputs import ManyInputs, check_inputs, has_rows
+from m3compile.cli.inputs import ManyInputs, check_inputs, check_output, has_rows
 from m3compile.config.build import DEVICES
 from m3compile.errors import RequestError
 from m3compile.writing import write_whole
@@ -38,11 +37,7 @@ def encode(artifact: str, inputs: tuple[str, ...], output: str, device: str | No
     Writes one safetensors file: embeddings (tokens, width) of all items end to end, and
     token_counts (num_items,).
     """
-    target = Path(output)
-    if not os.path.isdir(target.absolute().parent):
-        raise RequestError(f"--output {output}: its folder does not exist")
-    if os.path.isdir(target):
-        raise RequestError(f"--output {output}: a folder; expected the name of a file")
+    target = check_output("--output", output)
     check_inputs(inputs)
     import torch
 

@@ -1,12 +1,13 @@
-"""Items from files: what `--input` takes, for every command that has it."""
+"""Files that commands read and write: what `--input` takes, and where a result may go."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import click
 
-from m3compile.errors import InputNotFoundError
+from m3compile.errors import InputNotFoundError, RequestError
 
 
 class ManyInputs(click.Command):
@@ -32,6 +33,16 @@ def check_inputs(names: tuple[str, ...]) -> None:
     for name in names:
         if not os.path.isfile(name):
             raise InputNotFoundError(f"--input {name}: no such file")
+
+
+def check_output(flag: str, name: str) -> Path:
+    """Refuse the name of a file that could not be written in the end, before anything slow."""
+    target = Path(name)
+    if not os.path.isdir(target.absolute().parent):
+        raise RequestError(f"{flag} {name}: its folder does not exist")
+    if os.path.isdir(target):
+        raise RequestError(f"{flag} {name}: a folder; expected the name of a file")
+    return target
 
 
 def has_rows(name: str) -> bool:

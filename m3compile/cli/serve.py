@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from m3compile.cli.console import StageProgress, stderr, stdout
+from m3compile.cli.console import StageProgress, counted, stderr, stdout
 from m3compile.errors import DependencyError, ExitCode
 from m3compile.integrations.ray.options import ServeOptions, serve_options
 from m3compile.integrations.ray.proxy import prefer_haproxy
@@ -129,7 +129,7 @@ def _stopped() -> Iterator[_Stop]:
 
 def _show(server: Server) -> None:
     info = server.info()
-    count = "1 replica" if server.replicas == 1 else f"{server.replicas} replicas"
+    count = counted(server.replicas, "replica")
     console = stdout()
     console.print(
         f"Serving {info['artifact']} at {server.url} ({count} on {info['device']}, "

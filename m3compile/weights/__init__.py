@@ -1,6 +1,11 @@
 """Checkpoint files to the tower's tensors: names, shapes, reading, and random checkpoints."""
 
-from m3compile.weights.checkpoint import Checkpoint, TensorSource, open_checkpoint
+from m3compile.weights.checkpoint import (
+    Checkpoint,
+    TensorSource,
+    checkpoint_preprocess,
+    open_checkpoint,
+)
 from m3compile.weights.load import load_module_state, load_tower_state
 from m3compile.weights.naming import NAMINGS, checkpoint_name
 from m3compile.weights.quantise import (
@@ -18,6 +23,7 @@ __all__ = [
     "TensorSource",
     "attention_scales",
     "checkpoint_name",
+    "checkpoint_preprocess",
     "fp8_linears",
     "init_checkpoint",
     "load_module_state",

@@ -14,7 +14,12 @@ from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
 from typing import NamedTuple
 
-from m3compile.config import TowerConfig, tower_config_from_checkpoint
+from m3compile.config import (
+    PreprocessConfig,
+    TowerConfig,
+    preprocess_config_for_tower,
+    tower_config_from_checkpoint,
+)
 from m3compile.config.shown import shown
 from m3compile.errors import CheckpointError, CheckpointNotFoundError
 from m3compile.weights.files import (
@@ -70,6 +75,17 @@ class Checkpoint:
     warnings: tuple[str, ...]
     preprocessor_config: Path | None
     is_random: bool = False
+
+
+def checkpoint_preprocess(checkpoint: Checkpoint) -> PreprocessConfig:
+    """The image processor's settings of a checkpoint; the released ones where it has none.
+
+    Raises:
+        CheckpointError: the file is not JSON, or a value is impossible or does not fit the encoder.
+    """
+    path = checkpoint.preprocessor_config
+    document = read_json_object(path) if path is not None else {}
+    return preprocess_config_for_tower(document, checkpoint.config, str(path))
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -70,26 +70,16 @@ async def _read_form(request: Request, max_bytes: int, max_items: int) -> list[I
             raise TooLargeError(f"the form has over {max_items} files, the most allowed") from None
         raise InputError(f"the form is malformed: {error.message}") from None
     files = []
-    async with _closing(form):
+    try:
         for _, value in form.multi_items():
             if isinstance(value, UploadFile):
                 files.append(ImageFile(value.filename or "unnamed", await value.read()))
+    finally:
+        # Its files lie in temporary ones.
+        await form.close()
     if not files:
         raise InputError("the form has no files; expected one image file an item")
     return files
-
-
-class _closing:
-    """Closes a form's temporary files."""
-
-    def __init__(self, form: Any) -> None:
-        self._form = form
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._form.close()
 
 
 def read_rows(body: bytes) -> tuple[Tensor, Tensor]:

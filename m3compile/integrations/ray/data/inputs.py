@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -149,7 +149,7 @@ def write_list(inputs: Sequence[str], target: Path) -> Found:
             f"--input {', '.join(inputs)}: no images and no Parquet files "
             f"({listing.others} other files)"
         )
-    paths = _chain(first, files)
+    paths = chain([first], files)
     try:
         if listing.parquets:
             return _write_groups(paths, target, listing)
@@ -161,11 +161,6 @@ def write_list(inputs: Sequence[str], target: Path) -> Found:
     except OSError as error:
         raise OperationError(f"cannot write {target}: {error.strerror or error}") from None
     return Found("files", "string", rows, listing.others)
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _writer(sink: Any, schema: pa.Schema) -> Any:
