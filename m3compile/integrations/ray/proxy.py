@@ -1,7 +1,7 @@
 """Which HTTP proxy a server of this machine's own uses; settled before Ray Serve is imported.
 
 Serve's Python proxy hands every body through itself; HAProxy, which newer versions bring along,
-sends a request straight to its replica, at a third of the cost. docs/serving.md has the numbers.
+sends a request straight to its replica.
 """
 
 from __future__ import annotations
