@@ -110,11 +110,12 @@ class DeviceRunner:
         """
         with self._modes():
             bucket = self._bucket(budget)
-            slot = self._ring.take()
+            slot = self._ring.slot()
             if self._is_cuda:
-                stream = torch.cuda.current_stream()
-                if stream.cuda_stream != self._last_stream:
-                    stream.wait_event(self._last_run)
+                # Its number alone: a stream object costs as much as a launch.
+                stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+                if stream != self._last_stream:
+                    torch.cuda.current_stream().wait_event(self._last_run)
             try:
                 with self._failing(f"running {tokens} tokens"):
                     self._stage.write_segments(segments, slot)
@@ -127,11 +128,12 @@ class DeviceRunner:
                     if self._is_cuda:
                         embeddings = embeddings.clone()
                     slot.flags.copy_(is_nonfinite, non_blocking=True)
+                slot.expect(items, call)
             finally:
                 if slot.done is not None:
-                    slot.done.record(stream)
-                    self._last_run, self._last_stream = slot.done, stream.cuda_stream
-            slot.expect(items, call)
+                    slot.done.record()
+                    self._last_run, self._last_stream = slot.done, stream
+                self._ring.advance()
             return embeddings
 
     def prepare_run(
@@ -145,7 +147,7 @@ class DeviceRunner:
         with self._modes():
             bucket = self._bucket(budget)
             self.wait()
-            self._stage.write_segments(segments, self._ring.take())
+            self._stage.write_segments(segments, self._ring.slot())
             rows = self._stage.write_rows([pixel_values], len(pixel_values))
             self.wait()
             if bucket is None:

@@ -83,12 +83,14 @@ class RunRing:
         self._call = -1
         self._counted: set[int] = set()
 
-    def take(self) -> RunSlot:
-        """A slot that no earlier run needs any more."""
-        slot = self._slots[self._next]
+    def slot(self) -> RunSlot:
+        """The next run's slot, which no earlier run needs any more."""
+        return self._slots[self._next]
+
+    def advance(self) -> None:
+        """Make the slot after it the next; called once a run is under way, to cost it nothing."""
         self._next = (self._next + 1) % len(self._slots)
-        self._settle(slot)
-        return slot
+        self._settle(self._slots[self._next])
 
     def total(self) -> int:
         """The count so far; waits for the runs that are under way."""

@@ -26,7 +26,7 @@ def test_table_holds_the_run_and_zeros_whatever_came_before(
 ) -> None:
     stage, ring = make_stage(), RunRing(SLOTS, CPU)
     for table in runs:
-        stage.write_segments(table, ring.take())
+        stage.write_segments(table, ring.slot())
         expected = torch.zeros(SLOTS, 3, dtype=torch.int32)
         for slot, segment in enumerate(table):
             expected[slot] = torch.tensor(segment)
@@ -35,10 +35,10 @@ def test_table_holds_the_run_and_zeros_whatever_came_before(
 
 def test_a_cleared_table_is_written_again() -> None:
     stage, ring = make_stage(), RunRing(SLOTS, CPU)
-    stage.write_segments([(1, 2, 2)], ring.take())
+    stage.write_segments([(1, 2, 2)], ring.slot())
     stage.clear_segments()
     assert not stage.segments.any()
-    stage.write_segments([(1, 2, 2)], ring.take())
+    stage.write_segments([(1, 2, 2)], ring.slot())
     assert stage.segments[0].tolist() == [1, 2, 2]
 
 
@@ -66,9 +66,10 @@ def test_an_item_of_several_runs_is_counted_once_a_call() -> None:
     bad = torch.tensor([False, True, True, False, False, False])
 
     def run(items: list[int], call: int) -> None:
-        slot = ring.take()
+        slot = ring.slot()
         slot.flags.copy_(bad)
         slot.expect(items, call)
+        ring.advance()
 
     run([0, 1, 1], call=1)
     run([1, 1, 2], call=1)
@@ -76,13 +77,13 @@ def test_an_item_of_several_runs_is_counted_once_a_call() -> None:
     run([0, 1, 1], call=2)
     assert ring.total() == 3
     # A run that failed before its flags came counts nothing.
-    ring.take()
+    ring.advance()
     assert ring.total() == 3
 
 
 def test_flags_of_unused_slots_are_not_counted() -> None:
     ring = RunRing(SLOTS, CPU)
-    slot = ring.take()
+    slot = ring.slot()
     slot.flags.fill_(True)
     slot.expect([0, 1], 1)
     assert ring.total() == 2

@@ -28,8 +28,9 @@ from m3compile.attention.reference import attend_segments
 from m3compile.bench.circumstances import source_commit
 from m3compile.config import TowerConfig
 from m3compile.config.backends import BACKENDS
+from m3compile.geometry import inverse_frequencies
 from m3compile.host import attention_versions
-from m3compile.kernels import Located, kernels
+from m3compile.kernels import kernels
 from m3compile.kernels.fp8 import Fp8Linear, Fp8Rows, quantise_rows, quantise_weight, to_fp8
 from m3compile.kernels.product import add_product_, split_product
 
@@ -49,6 +50,8 @@ LINEARS = (
 def replay_us(call: Callable[[int], object]) -> float:
     """Median microseconds of one launch out of a captured sequence."""
     stream = torch.cuda.Stream()
+    # What the launches read may still be under way.
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for index in range(3):
             call(index)
@@ -154,7 +157,7 @@ def fp8_passes(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
             functional.layer_norm(x.float(), (size,)),
         ),
         "add and norm to fp8": (
-            lambda: ours.add_parts(x, parts, cu, norm, zero, True),
+            lambda: ours.add_parts(x, parts, (None, None), cu, norm, zero, True),
             lambda got: whole(got[1]),
             functional.layer_norm(added, (size,)),
         ),
@@ -280,7 +283,10 @@ def attentions(rows: int) -> dict[str, tuple[Callable[[int], object], float]]:
         short, plain = kernels("few_rows"), kernels("plain")
         qkv = randn(rows, 3 * heads * dim)
         cos, sin = torch.randn(2, rows, 3 * CONFIG.axis_dim // 2, device="cuda").unbind(0)
-        located = Located(cu, cu, cos, sin)
+        table = torch.zeros(SLOTS, 3, dtype=torch.int32, device="cuda")
+        table[0] = torch.tensor([1, rows // 2, 2], device="cuda")
+        located = short.locate(table, rows, inverse_frequencies(CONFIG).cuda())
+        located = located._replace(cos=cos, sin=sin)
         rotated = plain.rotate_heads(qkv.float(), cos, sin, heads)
         got = short.attend(qkv, located, heads, "", None)
         found["short, with the rotation pass"] = (

@@ -33,12 +33,15 @@ class Located(NamedTuple):
         cu_seqlens: (S + 1,) int32, cumulative patch rows of the segments, from 0.
         segment_of_row: (P,) integers, the slot a row belongs to; the last slot for padding.
         cos, sin: (P, R) float32.
+        tiles: (T, 3) int32, of every tile of queries its first row and its segment's first and
+            last + 1; zeros behind them. None where attention finds its own.
     """
 
     cu_seqlens: Tensor
     segment_of_row: Tensor
     cos: Tensor
     sin: Tensor
+    tiles: Tensor | None = None
 
 
 class Kernels(Protocol):

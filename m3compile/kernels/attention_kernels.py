@@ -7,20 +7,37 @@ import triton.language as tl
 
 
 @triton.jit
+def tiles_kernel(bounds_ptr, tiles_ptr, num_segments, SLOTS: tl.constexpr, TILE: tl.constexpr):
+    """One tile a program: its first row, and where its segment starts and ends; else zeros."""
+    tile = tl.program_id(0)
+    slots = tl.arange(0, SLOTS)
+    starts = tl.load(bounds_ptr + slots, mask=slots < num_segments, other=0)
+    ends = tl.load(bounds_ptr + slots + 1, mask=slots < num_segments, other=0)
+    tiles = (ends - starts + TILE - 1) // TILE
+    slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    is_mine = slots == slot
+    start = tl.sum(tl.where(is_mine, starts, 0), 0)
+    first = tl.sum(tl.where(slots < slot, tiles, 0), 0)
+    # Past the last tile no slot is mine.
+    is_tile = tile < tl.sum(tiles, 0)
+    tl.store(tiles_ptr + 3 * tile, tl.where(is_tile, start + (tile - first) * TILE, 0))
+    tl.store(tiles_ptr + 3 * tile + 1, start)
+    tl.store(tiles_ptr + 3 * tile + 2, tl.sum(tl.where(is_mine, ends, 0), 0))
+
+
+@triton.jit
 def short_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
-    bounds_ptr,
-    num_segments,
+    tiles_ptr,
     qk_stride,
     v_stride,
     out_stride,
     HEAD_DIM: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    SLOTS: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -28,20 +45,16 @@ def short_attention_kernel(
     """BLOCK_M queries of one segment and one head a program.
 
     Tiles start at the segment's start, so a segment's bits do not depend on where it lies. A head
-    of, say, 80 dims is 64 and 16 wide: no product is wider than it must be.
+    of, say, 80 dims is 64 and 16 wide: no product is wider than it must be. Heads come first, so
+    that the programs without a tile are the last.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    slots = tl.arange(0, SLOTS)
-    starts = tl.load(bounds_ptr + slots, mask=slots < num_segments, other=0)
-    ends = tl.load(bounds_ptr + slots + 1, mask=slots < num_segments, other=0)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-    if tile < tl.sum(tiles, 0):
-        start = tl.sum(tl.where(slots == slot, starts, 0), 0)
-        end = tl.sum(tl.where(slots == slot, ends, 0), 0)
-        first = tl.sum(tl.where(slots < slot, tiles, 0), 0)
-        rows = start + (tile - first) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    first_row = tl.load(tiles_ptr + 3 * tile)
+    start = tl.load(tiles_ptr + 3 * tile + 1)
+    end = tl.load(tiles_ptr + 3 * tile + 2)
+    if start < end:
+        rows = first_row + tl.arange(0, BLOCK_M)
         low = tl.arange(0, LOW)
         high = LOW + tl.arange(0, HIGH)
         has_row = rows[:, None] < end

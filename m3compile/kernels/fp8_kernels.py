@@ -32,7 +32,9 @@ def _store_row(x, inside, row, values_ptr, scales_ptr, SIZE: tl.constexpr, BLOCK
     """One float32 row in e4m3, with its scale; `x` is zero outside."""
     scale = _scale_of(tl.max(_magnitude(x), 0))
     at = row.to(tl.int64) * SIZE + tl.arange(0, BLOCK)
-    tl.store(values_ptr + at, (x / scale).to(values_ptr.dtype.element_ty), mask=inside)
+    # A product with the inverse: a division for every number costs as much as all the rest.
+    values = x * (1.0 / scale)
+    tl.store(values_ptr + at, values.to(values_ptr.dtype.element_ty), mask=inside)
     tl.store(scales_ptr + row, scale)
 
 
@@ -65,6 +67,8 @@ def norm_fp8_kernel(
 def add_parts_norm_fp8_kernel(
     x_ptr,
     parts_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
     offset_ptr,
     bounds_ptr,
     weight_ptr,
@@ -76,13 +80,27 @@ def add_parts_norm_fp8_kernel(
     num_segments,
     EPS: tl.constexpr,
     PARTS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row of `total = x + sum of parts` and `layer_norm(total + offset)` a program."""
     row = tl.program_id(0)
     is_real = row < tl.load(bounds_ptr + num_segments)
-    x = add_parts_row(x_ptr, parts_ptr, total_ptr, row, is_real, num_rows, PARTS, SIZE, BLOCK)
+    x = add_parts_row(
+        x_ptr,
+        parts_ptr,
+        row_scales_ptr,
+        column_scales_ptr,
+        total_ptr,
+        row,
+        is_real,
+        num_rows,
+        PARTS,
+        IS_SCALED,
+        SIZE,
+        BLOCK,
+    )
     normed = norm_row(x, offset_ptr, weight_ptr, bias_ptr, EPS, SIZE, BLOCK)
     _store_row(normed, tl.arange(0, BLOCK) < SIZE, row, values_ptr, scales_ptr, SIZE, BLOCK)
 
@@ -95,16 +113,28 @@ def gelu_fp8_kernel(
     scales_ptr,
     num_segments,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
 ):
-    """One row of the exact GELU a program; rows past the last segment are left unwritten."""
+    """One row of the exact GELU a program; rows past the last segment are left unwritten.
+
+    A row of, say, 5,120 is 4,096 and 1,024 wide: no lane is left over.
+    """
     row = tl.program_id(0)
     if row < tl.load(bounds_ptr + num_segments):
-        columns = tl.arange(0, BLOCK)
-        inside = columns < SIZE
-        x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=inside, other=0.0)
-        activated = exact_gelu(x.to(tl.float32))
-        _store_row(activated, inside, row, values_ptr, scales_ptr, SIZE, BLOCK)
+        start = row.to(tl.int64) * SIZE
+        low = tl.arange(0, LOW)
+        high = LOW + tl.arange(0, HIGH)
+        inside = high < SIZE
+        first = exact_gelu(tl.load(x_ptr + start + low).to(tl.float32))
+        second = exact_gelu(tl.load(x_ptr + start + high, mask=inside, other=0.0).to(tl.float32))
+        largest = tl.maximum(tl.max(_magnitude(first), 0), tl.max(_magnitude(second), 0))
+        scale = _scale_of(largest)
+        inverse = 1.0 / scale
+        element = values_ptr.dtype.element_ty
+        tl.store(values_ptr + start + low, (first * inverse).to(element))
+        tl.store(values_ptr + start + high, (second * inverse).to(element), mask=inside)
+        tl.store(scales_ptr + row, scale)
 
 
 @triton.jit
@@ -120,12 +150,12 @@ def quantise_kernel(x_ptr, values_ptr, scales_ptr, SIZE: tl.constexpr, BLOCK: tl
         largest = tl.maximum(largest, _magnitude(x))
     scale = _scale_of(tl.max(largest, 0))
     tl.store(scales_ptr + row, scale)
+    inverse = 1.0 / scale
     for first in tl.range(0, SIZE, BLOCK):
         at = first + columns
         x = tl.load(x_ptr + start + at, mask=at < SIZE, other=0.0).to(tl.float32)
-        tl.store(
-            values_ptr + start + at, (x / scale).to(values_ptr.dtype.element_ty), mask=at < SIZE
-        )
+        values = (x * inverse).to(values_ptr.dtype.element_ty)
+        tl.store(values_ptr + start + at, values, mask=at < SIZE)
 
 
 @triton.jit
@@ -138,24 +168,31 @@ def rotate_fp8_kernel(
     SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one row of the fused (P, 3 H) a program: q and k rotated, all three in e4m3."""
+    """A block of one row of q, k or v a program, out of the fused (P, 3 H): q and k are rotated.
+
+    All three are in e4m3 then.
+    """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < 3 * SIZE
-    dim = columns % HEAD_DIM
-    is_first = dim < HALF
-    rotates = inside & (columns < 2 * SIZE) & (dim < 2 * HALF)
-    pair = tl.where(is_first, dim, dim - HALF)
-    partner = tl.where(is_first, columns + HALF, columns - HALF)
-    source = qkv_ptr + row * 3 * SIZE
+    part = tl.program_id(1) // BLOCKS
+    columns = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    source = qkv_ptr + (row * 3 + part) * SIZE
     x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
-    sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
-    rotated = x * cos + tl.where(is_first, -other, other) * sin
-    scaled = rotated / tl.load(scales_ptr + columns // SIZE, mask=inside, other=1.0)
+    if part < 2:
+        dim = columns % HEAD_DIM
+        is_first = dim < HALF
+        rotates = inside & (dim < 2 * HALF)
+        pair = tl.where(is_first, dim, dim - HALF)
+        partner = tl.where(is_first, columns + HALF, columns - HALF)
+        other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
+        sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
+        x = x * cos + tl.where(is_first, -other, other) * sin
+    scaled = x * (1.0 / tl.load(scales_ptr + part))
     # NaN stays NaN: the bounds apply to numbers only.
     bounded = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -448.0), 448.0), scaled)
-    tl.store(out_ptr + row * 3 * SIZE + columns, bounded.to(out_ptr.dtype.element_ty), mask=inside)
+    target = out_ptr + (row * 3 + part) * SIZE
+    tl.store(target + columns, bounded.to(out_ptr.dtype.element_ty), mask=inside)

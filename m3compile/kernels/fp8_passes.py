@@ -54,6 +54,8 @@ def norm_fp8(
 def add_parts_norm_fp8(
     x: Tensor,
     parts: Tensor,
+    row_scales: Tensor | None,
+    column_scales: Tensor | None,
     offset: Tensor,
     cu_seqlens: Tensor,
     weight: Tensor,
@@ -67,6 +69,9 @@ def add_parts_norm_fp8(
     wrap_triton(add_parts_norm_fp8_kernel)[(x.shape[0],)](
         x,
         parts,
+        # Any tensor where there are none: they are not read.
+        x if row_scales is None else row_scales,
+        x if column_scales is None else column_scales,
         offset,
         cu_seqlens,
         weight,
@@ -78,6 +83,7 @@ def add_parts_norm_fp8(
         cu_seqlens.shape[0] - 1,
         EPS=eps,
         PARTS=parts.shape[0],
+        IS_SCALED=row_scales is not None,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         num_warps=NORM_WARPS,
@@ -90,6 +96,7 @@ def gelu_fp8(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """`Kernels.gelu` to the values and scales of `Fp8Rows`."""
     values, scales = _empty_rows(x)
     size = x.shape[1]
+    low = 1 << ((size - 1).bit_length() - 1)
     wrap_triton(gelu_fp8_kernel)[(x.shape[0],)](
         x,
         cu_seqlens,
@@ -97,7 +104,8 @@ def gelu_fp8(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         scales,
         cu_seqlens.shape[0] - 1,
         SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
+        LOW=low,
+        HIGH=triton.next_power_of_2(size - low),
         num_warps=_GELU_WARPS,
     )
     return values, scales
@@ -126,8 +134,8 @@ def rotate_heads_fp8(
     """`Kernels.rotate_heads_fp8` as the fused (P, 3 H)."""
     size = qkv.shape[1] // 3
     out = torch.empty_like(qkv, dtype=FP8)
-    blocks = triton.cdiv(3 * size, _ROTATE_BLOCK)
-    wrap_triton(rotate_fp8_kernel)[(qkv.shape[0], blocks)](
+    blocks = triton.cdiv(size, _ROTATE_BLOCK)
+    wrap_triton(rotate_fp8_kernel)[(qkv.shape[0], 3 * blocks)](
         qkv,
         cos,
         sin,
@@ -136,6 +144,7 @@ def rotate_heads_fp8(
         SIZE=size,
         HEAD_DIM=size // num_heads,
         HALF=cos.shape[1],
+        BLOCKS=blocks,
         BLOCK=_ROTATE_BLOCK,
         num_warps=_ROTATE_WARPS,
     )

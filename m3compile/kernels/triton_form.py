@@ -131,6 +131,8 @@ def _norm(
 def add_parts_norm(
     x: Tensor,
     parts: Tensor,
+    row_scales: Tensor | None,
+    column_scales: Tensor | None,
     offset: Tensor,
     cu_seqlens: Tensor,
     weight: Tensor,
@@ -143,6 +145,9 @@ def add_parts_norm(
     wrap_triton(add_parts_norm_kernel)[(x.shape[0],)](
         x,
         parts,
+        # Any tensor where there are none: they are not read.
+        x if row_scales is None else row_scales,
+        x if column_scales is None else column_scales,
         offset,
         cu_seqlens,
         weight,
@@ -153,6 +158,7 @@ def add_parts_norm(
         cu_seqlens.shape[0] - 1,
         EPS=eps,
         PARTS=parts.shape[0],
+        IS_SCALED=row_scales is not None,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         num_warps=NORM_WARPS,
@@ -206,14 +212,13 @@ class TritonForm(BaseForm):
         return _enter(x, *places, norm.weight, norm.bias, norm.eps)
 
     def residual_offsets(self, linears: Sequence[Linear]) -> list[Tensor] | None:
-        # A product in fp8 has its bias already.
-        biases = [torch.zeros_like(x.bias) if is_fp8(x) else x.bias for x in linears]
-        sums = torch.stack(biases).to(torch.float32).cumsum(0)
+        sums = torch.stack([linear.bias for linear in linears]).to(torch.float32).cumsum(0)
         return [torch.zeros_like(sums[0]), *sums.unbind()]
 
     def add_product(self, x: Tensor, y: Rows, linear: Linear) -> Tensor:
         if is_fp8(linear):
-            return x + linear(y)
+            product = linear.sums(y).to(torch.float32) * y.scales * linear.weight_scale
+            return (x + product).to(x.dtype)
         add_product_(x, y, linear.weight)
         return x
 
@@ -240,20 +245,25 @@ class TritonForm(BaseForm):
     ) -> tuple[Tensor, Rows]:
         if is_fp8(linear):
             # Such a product cannot add to the residual where it lies.
-            return self.add_parts(x, linear(y)[None], cu_seqlens, norm, offset, fp8)
+            parts, scales = linear.sums(y)[None], (y.scales, linear.weight_scale)
+            return self.add_parts(x, parts, scales, cu_seqlens, norm, offset, fp8)
         return super().add_product_norm(x, y, linear, cu_seqlens, norm, offset, fp8)
 
     def add_parts(
         self,
         x: Tensor,
         parts: Tensor,
+        scales: tuple[Tensor, Tensor] | tuple[None, None],
         cu_seqlens: Tensor,
         norm: nn.LayerNorm,
         offset: Tensor | None,
         fp8: bool,
     ) -> tuple[Tensor, Rows]:
-        """`x` plus the sum of `parts` (N, P, H), and `norm` of it with `offset`."""
-        arguments = (x, parts, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
+        """`x` plus the sum of `parts` (N, P, H), and `norm` of it with `offset`.
+
+        The sum times its `scales` (P, 1) and (H,), where there are any.
+        """
+        arguments = (x, parts, *scales, offset, cu_seqlens, norm.weight, norm.bias, norm.eps)
         if not fp8:
             return add_parts_norm(*arguments)
         total, *rows = add_parts_norm_fp8(*arguments)

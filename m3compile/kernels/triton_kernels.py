@@ -148,22 +148,33 @@ def norm_row(
 def add_parts_row(
     x_ptr,
     parts_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
     total_ptr,
     row,
     is_real,
     num_rows,
     PARTS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of `x + sum of parts` in float32, also stored as the total; zero where not real."""
+    """One row of `x + sum of parts` in float32, also stored as the total; zero where not real.
+
+    The sum is multiplied with its row's and its columns' scales if it has any.
+    """
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     offsets = row.to(tl.int64) * SIZE + columns
     x = tl.load(x_ptr + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
+    added = tl.load(parts_ptr + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
         at = parts_ptr + part * num_rows * SIZE
-        x += tl.load(at + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
+        added += tl.load(at + offsets, mask=inside & is_real, other=0.0).to(tl.float32)
+    if IS_SCALED:
+        added *= tl.load(row_scales_ptr + row, mask=is_real, other=0.0)
+        added *= tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
+    x += added
     tl.store(total_ptr + offsets, x.to(total_ptr.dtype.element_ty), mask=inside)
     return x
 
@@ -196,6 +207,8 @@ def norm_kernel(
 def add_parts_norm_kernel(
     x_ptr,
     parts_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
     offset_ptr,
     bounds_ptr,
     weight_ptr,
@@ -206,13 +219,27 @@ def add_parts_norm_kernel(
     num_segments,
     EPS: tl.constexpr,
     PARTS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row of `total = x + sum of parts` and `layer_norm(total + offset)` a program."""
     row = tl.program_id(0)
     is_real = row < tl.load(bounds_ptr + num_segments)
-    x = add_parts_row(x_ptr, parts_ptr, total_ptr, row, is_real, num_rows, PARTS, SIZE, BLOCK)
+    x = add_parts_row(
+        x_ptr,
+        parts_ptr,
+        row_scales_ptr,
+        column_scales_ptr,
+        total_ptr,
+        row,
+        is_real,
+        num_rows,
+        PARTS,
+        IS_SCALED,
+        SIZE,
+        BLOCK,
+    )
     normed = norm_row(x, offset_ptr, weight_ptr, bias_ptr, EPS, SIZE, BLOCK)
     columns = tl.arange(0, BLOCK)
     offsets = row.to(tl.int64) * SIZE + columns
