@@ -37,7 +37,7 @@ MAX_PATCHES = 65_536
 MAX_TOKENS = MAX_PATCHES // 4
 # The program for few rows: the most it is made for, and where it measured faster by default.
 MAX_FEW_ROWS_TOKENS = 256
-DEFAULT_FEW_ROWS_TOKENS = 128
+DEFAULT_FEW_ROWS_TOKENS = 176
 MAX_ITEMS = 4096
 
 

@@ -170,29 +170,33 @@ def rotate_fp8_kernel(
     HALF: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """A block of one row of q, k or v a program, out of the fused (P, 3 H): q and k are rotated.
+    """A block of ROWS rows of q, k or v a program, out of the fused (P, 3 H): q and k are rotated.
 
-    All three are in e4m3 then.
+    All three are in e4m3 then. Several rows, as in `rotate_kernel`.
     """
-    row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1) // BLOCKS
     columns = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    source = qkv_ptr + (row * 3 + part) * SIZE
-    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    if part < 2:
-        dim = columns % HEAD_DIM
-        is_first = dim < HALF
-        rotates = inside & (dim < 2 * HALF)
-        pair = tl.where(is_first, dim, dim - HALF)
-        partner = tl.where(is_first, columns + HALF, columns - HALF)
-        other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
-        sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
-        x = x * cos + tl.where(is_first, -other, other) * sin
-    scaled = x * (1.0 / tl.load(scales_ptr + part))
-    # NaN stays NaN: the bounds apply to numbers only.
-    bounded = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -448.0), 448.0), scaled)
-    target = out_ptr + (row * 3 + part) * SIZE
-    tl.store(target + columns, bounded.to(out_ptr.dtype.element_ty), mask=inside)
+    dim = columns % HEAD_DIM
+    is_first = dim < HALF
+    rotates = inside & (dim < 2 * HALF)
+    pair = tl.where(is_first, dim, dim - HALF)
+    partner = tl.where(is_first, columns + HALF, columns - HALF)
+    inverse = 1.0 / tl.load(scales_ptr + part)
+    for step in tl.static_range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + step
+        source = qkv_ptr + (row * 3 + part) * SIZE
+        x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+        if part < 2:
+            other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
+            sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
+            x = x * cos + tl.where(is_first, -other, other) * sin
+        scaled = x * inverse
+        # NaN stays NaN: the bounds apply to numbers only.
+        bounded = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+        bounded = tl.where(scaled == scaled, bounded, scaled)
+        target = out_ptr + (row * 3 + part) * SIZE
+        tl.store(target + columns, bounded.to(out_ptr.dtype.element_ty), mask=inside)

@@ -17,13 +17,17 @@ from m3compile.kernels.fp8_kernels import (
 )
 
 # Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
-NORM_WARPS = 2
-# By their likes; not measured yet.
-_GELU_WARPS = 8
-_QUANTISE_BLOCK = 2048
-_QUANTISE_WARPS = 4
+_NORM_WARPS = 1
+_GELU_WARPS = 4
+_QUANTISE_BLOCK = 4096
+_QUANTISE_WARPS = 8
+# Of rows that a few warps hold whole.
+_SMALL_QUANTISE_BLOCK = 1024
+_SMALL_QUANTISE_WARPS = 1
 _ROTATE_BLOCK = 512
 _ROTATE_WARPS = 2
+# A divisor of every run's rows, which are whole tokens.
+ROTATE_ROWS = 4
 
 
 @triton_op("m3compile::norm_fp8", mutates_args=())
@@ -45,7 +49,7 @@ def norm_fp8(
         EPS=eps,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=NORM_WARPS,
+        num_warps=_NORM_WARPS,
     )
     return values, scales
 
@@ -86,7 +90,7 @@ def add_parts_norm_fp8(
         IS_SCALED=row_scales is not None,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=NORM_WARPS,
+        num_warps=_NORM_WARPS,
     )
     return total, values, scales
 
@@ -116,13 +120,14 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """`Kernels.quantise` to the values and scales of `Fp8Rows`."""
     values, scales = _empty_rows(x)
     size = x.shape[1]
+    is_small = size < _QUANTISE_BLOCK
     wrap_triton(quantise_kernel)[(x.shape[0],)](
         x,
         values,
         scales,
         SIZE=size,
-        BLOCK=min(_QUANTISE_BLOCK, triton.next_power_of_2(size)),
-        num_warps=_QUANTISE_WARPS,
+        BLOCK=_SMALL_QUANTISE_BLOCK if is_small else _QUANTISE_BLOCK,
+        num_warps=_SMALL_QUANTISE_WARPS if is_small else _QUANTISE_WARPS,
     )
     return values, scales
 
@@ -135,7 +140,7 @@ def rotate_heads_fp8(
     size = qkv.shape[1] // 3
     out = torch.empty_like(qkv, dtype=FP8)
     blocks = triton.cdiv(size, _ROTATE_BLOCK)
-    wrap_triton(rotate_fp8_kernel)[(qkv.shape[0], 3 * blocks)](
+    wrap_triton(rotate_fp8_kernel)[(qkv.shape[0] // ROTATE_ROWS, 3 * blocks)](
         qkv,
         cos,
         sin,
@@ -146,6 +151,7 @@ def rotate_heads_fp8(
         HALF=cos.shape[1],
         BLOCKS=blocks,
         BLOCK=_ROTATE_BLOCK,
+        ROWS=ROTATE_ROWS,
         num_warps=_ROTATE_WARPS,
     )
     return out

@@ -16,7 +16,7 @@ from m3compile.kernels import Linear, Located
 from m3compile.kernels.base import BaseForm
 from m3compile.kernels.fp8 import Fp8Rows, Rows, is_fp8
 from m3compile.kernels.fp8_passes import (
-    NORM_WARPS,
+    ROTATE_ROWS,
     add_parts_norm_fp8,
     gelu_fp8,
     norm_fp8,
@@ -35,6 +35,7 @@ from m3compile.kernels.triton_kernels import (
 )
 
 # Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
+_NORM_WARPS = 2
 _ROTATE_BLOCK = 512
 _ROTATE_WARPS = 2
 _GELU_BLOCK = 2048
@@ -90,7 +91,7 @@ def _enter(
         EPS=eps,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=NORM_WARPS,
+        num_warps=_NORM_WARPS,
     )
     return out, flags
 
@@ -100,7 +101,7 @@ def _add_offset(x: Tensor, offset: Tensor) -> Tensor:
     out = torch.empty_like(x)
     size = x.shape[1]
     wrap_triton(add_offset_kernel)[(x.shape[0],)](
-        x, offset, out, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=NORM_WARPS
+        x, offset, out, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_NORM_WARPS
     )
     return out
 
@@ -122,7 +123,7 @@ def _norm(
         EPS=eps,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=NORM_WARPS,
+        num_warps=_NORM_WARPS,
     )
     return normed
 
@@ -161,7 +162,7 @@ def add_parts_norm(
         IS_SCALED=row_scales is not None,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=NORM_WARPS,
+        num_warps=_NORM_WARPS,
     )
     return total, normed
 
@@ -171,7 +172,7 @@ def _rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tens
     size = qkv.shape[1] // 3
     rotated = qkv.new_empty(qkv.shape[0], 2 * size)
     blocks = triton.cdiv(2 * size, _ROTATE_BLOCK)
-    wrap_triton(rotate_kernel)[(qkv.shape[0], blocks)](
+    wrap_triton(rotate_kernel)[(qkv.shape[0] // ROTATE_ROWS, blocks)](
         qkv,
         cos,
         sin,
@@ -180,6 +181,7 @@ def _rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tens
         HEAD_DIM=size // num_heads,
         HALF=cos.shape[1],
         BLOCK=_ROTATE_BLOCK,
+        ROWS=ROTATE_ROWS,
         num_warps=_ROTATE_WARPS,
     )
     return rotated

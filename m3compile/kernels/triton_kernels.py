@@ -256,9 +256,12 @@ def rotate_kernel(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """A block of one row of q and k a program: rotates (P, 2 H) out of the fused (P, 3 H)."""
-    row = tl.program_id(0).to(tl.int64)
+    """A block of ROWS rows of q and k a program: rotates (P, 2 H) out of the fused (P, 3 H).
+
+    Several rows, since finding the places in a row costs more than the rotation.
+    """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < 2 * SIZE
     dim = columns % HEAD_DIM
@@ -266,28 +269,35 @@ def rotate_kernel(
     rotates = inside & (dim < 2 * HALF)
     pair = tl.where(is_first, dim, dim - HALF)
     partner = tl.where(is_first, columns + HALF, columns - HALF)
-    source = qkv_ptr + row * 3 * SIZE
-    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
-    sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
-    rotated = x * cos + tl.where(is_first, -other, other) * sin
-    tl.store(out_ptr + row * 2 * SIZE + columns, rotated.to(out_ptr.dtype.element_ty), mask=inside)
+    for step in tl.static_range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + step
+        source = qkv_ptr + row * 3 * SIZE
+        x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + row * HALF + pair, mask=rotates, other=1.0)
+        sin = tl.load(sin_ptr + row * HALF + pair, mask=rotates, other=0.0)
+        rotated = x * cos + tl.where(is_first, -other, other) * sin
+        target = out_ptr + row * 2 * SIZE
+        tl.store(target + columns, rotated.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def exact_gelu(x):
-    """GELU with erf, of float32.
+    """GELU with erf, of float32: `max(x, 0) - |x| Q(|x|)`, Q being the tail of the normal.
 
-    The normal tail is Abramowitz and Stegun 7.1.26, whose error of 1.5e-7 is far below bfloat16.
+    log2 of Q on [0, 9] is a polynomial, fitted for the least error of the whole, 1e-7 at most; for
+    x above -3 it is 1e-5 of the result. Without a division it takes half the instructions of the
+    usual approximations of erf. What is not finite stays so.
     """
     size = tl.abs(x)
-    t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * size)
-    poly = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t
-    tail = 0.5 * (poly + 0.254829592) * t * tl.exp(-0.5 * size * size)
-    out = tl.maximum(x, 0.0) - size * tail
-    # NaN and infinity stay what they are: the maximum above would drop a NaN.
-    return tl.where(x == x, out, x)
+    near = tl.minimum(size, 9.0)
+    power = 3.3092899684561417e-05 * near - 0.0007692204089835286
+    power = power * near + 0.008080719038844109
+    power = power * near - 0.05341210588812828
+    power = power * near - 0.4587709605693817
+    power = power * near - 1.1512017250061035
+    power = power * near - 0.999993085861206
+    return tl.maximum(x, 0.0) - size * tl.exp2(power)
 
 
 @triton.jit
