@@ -24,8 +24,8 @@ _QUANTISE_WARPS = 8
 # Of rows that a few warps hold whole.
 _SMALL_QUANTISE_BLOCK = 1024
 _SMALL_QUANTISE_WARPS = 1
-_ROTATE_BLOCK = 512
-_ROTATE_WARPS = 2
+_ROTATE_BLOCK = 256
+_ROTATE_WARPS = 1
 # A divisor of every run's rows, which are whole tokens.
 ROTATE_ROWS = 4
 

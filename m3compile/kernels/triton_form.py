@@ -37,7 +37,7 @@ from m3compile.kernels.triton_kernels import (
 # Chosen by graph-replay timing on an H200 at 256 to 16,384 rows; see docs/performance.md.
 _NORM_WARPS = 2
 _ROTATE_BLOCK = 512
-_ROTATE_WARPS = 2
+_ROTATE_WARPS = 4
 _GELU_BLOCK = 2048
 _GELU_WARPS = 4
 _LOCATE_BLOCK = 4
