@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ from m3compile.buckets import Run, segments_of
 from m3compile.config import TowerConfig
 from m3compile.errors import InputError
 from m3compile.grids import Grid, check_row_shape, read_grids
+
+_REMEMBERED_FRAMES = 64
 
 
 class Batch(NamedTuple):
@@ -78,11 +82,25 @@ def check_batch(pixel_values: Any, grid_thw: Any, config: TowerConfig) -> Batch:
     # After the rows, which bound them: a clip's sides alone could ask for any number.
     segments: list[Sequence[Grid]] = []
     segment_tokens: list[Sequence[int]] = []
-    for t, h, w in grids:
-        parts = segments_of(t, h, w, config.vision_segment_max_frames)
+    sizes = config.vision_segment_max_frames, config.patches_per_token
+    for grid in grids:
+        # Few sizes make up most traffic; a long clip is not worth its memory.
+        cut = _cut_once if grid[0] <= _REMEMBERED_FRAMES else _cut
+        parts, tokens = cut(grid, *sizes)
         segments.append(parts)
-        segment_tokens.append([a * b * c // config.patches_per_token for a, b, c in parts])
+        segment_tokens.append(tokens)
     return Batch(grids, pixel_values, starts, segments, segment_tokens)
+
+
+def _cut(
+    grid: Grid, max_frames: int, patches_per_token: int
+) -> tuple[Sequence[Grid], Sequence[int]]:
+    """An item's segments, as (t, h, w) and as output tokens."""
+    parts = segments_of(*grid, max_frames)
+    return parts, [math.prod(part) // patches_per_token for part in parts]
+
+
+_cut_once = functools.lru_cache(maxsize=4096)(_cut)
 
 
 def _check_rows(
@@ -100,49 +118,53 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         raise InputError(f"{name} is {kind} on {tensor.device}, expected a dense tensor with data")
 
 
-def run_sources(batch: Batch, run: Run) -> list[Tensor]:
-    """The rows of a run's pieces, in order; neighbours in the batch come as one tensor."""
-    if isinstance(batch.rows, list):
-        return [
-            batch.rows[piece.item][
-                start - batch.starts[piece.item] : end - batch.starts[piece.item]
-            ]
-            for piece, (start, end) in zip(run.pieces, _piece_rows(batch, run), strict=True)
-        ]
-    spans: list[list[int]] = []
-    for start, end in _piece_rows(batch, run):
-        if spans and spans[-1][1] == start:
-            spans[-1][1] = end
-        else:
-            spans.append([start, end])
-    if spans == [[0, batch.starts[-1]]]:
-        # A view costs as much host time as all the rest of a small call's plan.
-        return [batch.rows]
-    return [batch.rows[start:end] for start, end in spans]
+class PlannedRun(NamedTuple):
+    """A run of a batch, and what of it depends on the grids alone.
+
+    Attributes:
+        run: which pieces in which bucket.
+        segments: (t, h, w) of every segment, in order.
+        items: the item of every segment.
+        spans: first and last + 1 row of every piece, counted over the whole batch.
+    """
+
+    run: Run
+    segments: list[Grid]
+    items: list[int]
+    spans: list[tuple[int, int]]
 
 
-def _piece_rows(batch: Batch, run: Run) -> list[tuple[int, int]]:
-    """First and last + 1 row of every piece, counted over the whole batch."""
+def plan_run(batch: Batch, run: Run) -> PlannedRun:
+    """Everything that a run needs but for its rows."""
+    segments: list[Grid] = []
+    items: list[int] = []
     spans = []
     for piece in run.pieces:
-        t, h, w = batch.segments[piece.item][0]
+        parts = batch.segments[piece.item]
+        segments += parts[piece.first_segment : piece.first_segment + piece.num_segments]
+        items += [piece.item] * piece.num_segments
         # Every segment of an item but its last has the same frames.
-        start = batch.starts[piece.item] + piece.first_segment * t * h * w
+        start = batch.starts[piece.item] + piece.first_segment * math.prod(parts[0])
         spans.append((start, start + 4 * piece.tokens))
-    return spans
+    return PlannedRun(run, segments, items, spans)
 
 
-def run_segments(batch: Batch, run: Run) -> list[Grid]:
-    """The segment table of a run: (t, h, w) of every segment, in order."""
-    return [
-        segment
-        for piece in run.pieces
-        for segment in batch.segments[piece.item][
-            piece.first_segment : piece.first_segment + piece.num_segments
-        ]
-    ]
-
-
-def run_items(run: Run) -> list[int]:
-    """The item of every segment of a run, in order."""
-    return [piece.item for piece in run.pieces for _ in range(piece.num_segments)]
+def run_sources(batch: Batch, planned: PlannedRun) -> list[Tensor]:
+    """The rows of a run's pieces, in order; neighbours in the batch come as one tensor."""
+    rows, spans = batch.rows, planned.spans
+    if isinstance(rows, list):
+        sources = []
+        for piece, (start, end) in zip(planned.run.pieces, spans, strict=True):
+            first = batch.starts[piece.item]
+            sources.append(rows[piece.item][start - first : end - first])
+        return sources
+    if len(spans) == 1 and spans[0] == (0, batch.starts[-1]):
+        # A view costs as much host time as all the rest of a small call's plan.
+        return [rows]
+    merged: list[list[int]] = []
+    for start, end in spans:
+        if merged and merged[-1][1] == start:
+            merged[-1][1] = end
+        else:
+            merged.append([start, end])
+    return [rows[start:end] for start, end in merged]

@@ -117,18 +117,19 @@ class DeviceRunner:
                 if stream != self._last_stream:
                     torch.cuda.current_stream().wait_event(self._last_run)
             try:
-                with self._failing(f"running {tokens} tokens"):
-                    self._stage.write_segments(segments, slot)
-                    rows = self._stage.write_rows(sources, 4 * tokens)
-                    if bucket is None:
-                        embeddings, is_nonfinite = self._call(rows, self._stage.segments)
-                    else:
-                        embeddings, is_nonfinite = bucket.run()
-                    embeddings = embeddings[:tokens]
-                    if self._is_cuda:
-                        embeddings = embeddings.clone()
-                    slot.flags.copy_(is_nonfinite, non_blocking=True)
+                self._stage.write_segments(segments, slot)
+                rows = self._stage.write_rows(sources, 4 * tokens)
+                if bucket is None:
+                    embeddings, is_nonfinite = self._call(rows, self._stage.segments)
+                else:
+                    embeddings, is_nonfinite = bucket.run()
+                embeddings = embeddings[:tokens]
+                if self._is_cuda:
+                    embeddings = embeddings.clone()
+                slot.flags.copy_(is_nonfinite, non_blocking=True)
                 slot.expect(items, call)
+            except RuntimeError as error:
+                raise self._failure(error, f"running {tokens} tokens") from error
             finally:
                 if slot.done is not None:
                     slot.done.record()
@@ -201,19 +202,22 @@ class DeviceRunner:
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
-        """Say what failed and how much memory there is: the program's own error does not."""
         try:
             yield
         except RuntimeError as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            # A compiled program passes on that an allocation failed, but not why.
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            is_memory = is_memory or self._count_ooms() > self._num_ooms
-            self._num_ooms = self._count_ooms()
-            what = "out of device memory" if is_memory else "the program failed"
-            raise OperationError(
-                f"{what} while {doing} on {self._device}{self._free_memory()}: {lines[0]}"
-            ) from error
+            raise self._failure(error, doing) from error
+
+    def _failure(self, error: RuntimeError, doing: str) -> OperationError:
+        """What failed and how much memory there is: the program's own error does not say."""
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # A compiled program passes on that an allocation failed, but not why.
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        is_memory = is_memory or self._count_ooms() > self._num_ooms
+        self._num_ooms = self._count_ooms()
+        what = "out of device memory" if is_memory else "the program failed"
+        return OperationError(
+            f"{what} while {doing} on {self._device}{self._free_memory()}: {lines[0]}"
+        )
 
     def _count_ooms(self) -> int:
         """Allocations on the device that failed so far, in this process."""

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from m3compile.artifact import Manifest
-from m3compile.batch import Batch, check_batch, run_items, run_segments, run_sources
+from m3compile.batch import Batch, PlannedRun, check_batch, plan_run, run_sources
 from m3compile.buckets import Piece, Planner, Run
 from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import EncoderClosedError, InputError
+from m3compile.grids import Grid
 from m3compile.plan.served import LadderGauge, ServedRuns
 from m3compile.program import Program
 from m3compile.runner import DeviceRunner
 from m3compile.traffic import TrafficRecorder
 
 _COUNTS = ("calls", "items", "replays", "exact_runs", "real_tokens", "padded_tokens")
+# Plans that are kept, of calls with at most so many segments.
+_REMEMBERED_PLANS, _REMEMBERED_SEGMENTS = 1024, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -74,6 +77,7 @@ class Encoder:
         # The table has two slots at least, also where a run is to hold one item.
         self.max_segments = min(max_items or manifest.build.max_items, manifest.max_segments)
         self._planner = Planner(self.ladder, self.max_segments, times)
+        self._plans: dict[tuple[Grid, ...], list[PlannedRun]] = {}
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._by_budget = dict.fromkeys(self.ladder, 0)
         self._served = ServedRuns()
@@ -115,14 +119,28 @@ class Encoder:
             EncoderClosedError: after `close()`.
         """
         batch = check_batch(pixel_values, grid_thw, self._config)
-        return self._locked(batch, lambda: self._plan(batch))
+        with self._lock:
+            planned = self._plan(batch)
+            self._begin(batch)
+            results = self._encode(batch, planned)
+            # Once the runs are under way, so that it costs them nothing.
+            self._served.add([each.run for each in planned])
+            if self._recorder is not None:
+                self._recorder.add(batch.grids)
+        return results
 
-    def _plan(self, batch: Batch) -> list[Run]:
-        runs = self._planner.plan(batch.segment_tokens)
-        self._served.add(runs)
-        if self._recorder is not None:
-            self._recorder.add(batch.grids)
-        return runs
+    def _plan(self, batch: Batch) -> list[PlannedRun]:
+        """The runs of a batch; those of earlier calls of the same sizes are remembered."""
+        key = tuple(batch.grids)
+        planned = self._plans.get(key)
+        if planned is None:
+            runs = self._planner.plan(batch.segment_tokens)
+            planned = [plan_run(batch, run) for run in runs]
+            if sum(map(len, batch.segments)) <= _REMEMBERED_SEGMENTS:
+                if len(self._plans) == _REMEMBERED_PLANS:
+                    self._plans.clear()
+                self._plans[key] = planned
+        return planned
 
     def encode_at(
         self, pixel_values: Tensor | list[Tensor], grid_thw: Any, budget: int | None
@@ -148,21 +166,31 @@ class Encoder:
                 f"a batch of {run.tokens} tokens in {num_segments} segments does not fit into one "
                 f"run of {budget or MAX_TOKENS} tokens and {self.max_segments} segments"
             )
-        return self._locked(batch, lambda: [run] if pieces else [])
-
-    def _locked(self, batch: Batch, plan: Callable[[], list[Run]]) -> list[Tensor]:
         with self._lock:
-            if self._closed:
-                raise EncoderClosedError("the encoder is closed")
-            runs = plan()
-            self._counts["calls"] += 1
-            self._counts["items"] += len(batch.grids)
-            return self._encode(batch, runs)
+            self._begin(batch)
+            return self._encode(batch, [plan_run(batch, run)] if pieces else [])
 
-    def _encode(self, batch: Batch, runs: list[Run]) -> list[Tensor]:
+    def _begin(self, batch: Batch) -> None:
+        """Count a call; under the lock."""
+        if self._closed:
+            raise EncoderClosedError("the encoder is closed")
+        self._counts["calls"] += 1
+        self._counts["items"] += len(batch.grids)
+
+    def _encode(self, batch: Batch, runs: list[PlannedRun]) -> list[Tensor]:
         parts: list[list[tuple[int, Tensor]]] = [[] for _ in batch.grids]
-        for run in runs:
-            embeddings = self._run(batch, run)
+        for planned in runs:
+            run = planned.run
+            # Fresh memory (tokens, O).
+            embeddings = self._runner.run(
+                run.budget,
+                planned.segments,
+                run_sources(batch, planned),
+                run.tokens,
+                planned.items,
+                self._counts["calls"],
+            )
+            self._count(run)
             offset = 0
             for piece in run.pieces:
                 rows = embeddings[offset : offset + piece.tokens]
@@ -173,19 +201,6 @@ class Encoder:
             else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
             for found in parts
         ]  # fmt: skip
-
-    def _run(self, batch: Batch, run: Run) -> Tensor:
-        """One run; the result (tokens, O) is fresh memory."""
-        embeddings = self._runner.run(
-            run.budget,
-            run_segments(batch, run),
-            run_sources(batch, run),
-            run.tokens,
-            run_items(run),
-            self._counts["calls"],
-        )
-        self._count(run)
-        return embeddings
 
     def _count(self, run: Run) -> None:
         self._counts["real_tokens"] += run.tokens

@@ -125,6 +125,9 @@ class InputStage:
     ) -> None:  # fmt: skip
         self.pixel_values = torch.zeros((num_rows, patch_dim), dtype=dtype, device=device)
         self.segments = torch.zeros((max_segments, 3), dtype=torch.int32, device=device)
+        self._is_cuda = device.type == "cuda"
+        self._num_rows = num_rows
+        self._prefixes: dict[int, Tensor] = {}
         self._written: Sequence[Segment] = ()
         self._pixels: PinnedRing | None = None
 
@@ -147,13 +150,13 @@ class InputStage:
         Returns:
             (count, patch_dim): those rows, or fresh ones where they are more than the shared.
         """
-        if count > len(self.pixel_values):
+        if count > self._num_rows:
             target = self.pixel_values.new_empty((count, self.pixel_values.shape[1]))
             # Beyond the ladder a run takes tens of milliseconds; a blocking copy hides in it.
             _gather(sources, target)
             return target
-        target = self.pixel_values[:count]
-        if target.is_cuda and all(source.device.type == "cpu" for source in sources):
+        target = self._prefix(count)
+        if self._is_cuda and not any(source.is_cuda for source in sources):
             # Through pinned memory, also from a caller's pinned tensor: the caller may write to it
             # as soon as the call returns.
             if self._pixels is None:
@@ -167,6 +170,13 @@ class InputStage:
         else:
             _gather(sources, target)
         return target
+
+    def _prefix(self, count: int) -> Tensor:
+        """The first rows of the shared ones; the views are kept, since making one takes time."""
+        prefix = self._prefixes.get(count)
+        if prefix is None:
+            prefix = self._prefixes[count] = self.pixel_values[:count]
+        return prefix
 
 
 class PinnedRing:
@@ -196,7 +206,7 @@ class PinnedRing:
 def _gather(sources: Sequence[Tensor], target: Tensor) -> None:
     """Copy the sources, one after the other, into `target`; waits where the host is involved."""
     if len(sources) == 1:
-        target.copy_(sources[0], non_blocking=sources[0].device == target.device)
+        target.copy_(sources[0], non_blocking=sources[0].is_cuda and target.is_cuda)
         return
     # `cat` has no common dtype for some mixtures of float8.
     kinds = {(source.device, source.dtype) for source in sources}
@@ -206,5 +216,5 @@ def _gather(sources: Sequence[Tensor], target: Tensor) -> None:
     offset = 0
     for source in sources:
         part = target[offset : offset + len(source)]
-        part.copy_(source, non_blocking=source.device == target.device)
+        part.copy_(source, non_blocking=source.is_cuda and target.is_cuda)
         offset += len(source)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m3compile import batch as batch_module
-from m3compile.batch import check_batch, run_items, run_segments, run_sources
+from m3compile.batch import check_batch, plan_run, run_sources
 from m3compile.buckets import Planner
 from m3compile.config import TINY
 from m3compile.errors import ExitCode, InputError
@@ -279,9 +279,10 @@ def test_runs_cover_every_row_once(grids: list[Grid], as_list: bool, max_segment
     ]
     served = []
     for run in runs:
-        segments, items = run_segments(batch, run), run_items(run)
+        planned = plan_run(batch, run)
+        segments, items = planned.segments, planned.items
         assert len(segments) == len(items) <= max_segments
-        sources = torch.cat([part[:, 0] for part in run_sources(batch, run)]).long()
+        sources = torch.cat([part[:, 0] for part in run_sources(batch, planned)]).long()
         assert len(sources) == sum(map(math.prod, segments)) == 4 * run.tokens
         ends = itertools.accumulate(map(math.prod, segments), initial=0)
         for item, segment, (start, end) in zip(
@@ -299,7 +300,7 @@ def test_runs_cover_every_row_once(grids: list[Grid], as_list: bool, max_segment
 def test_neighbours_in_the_batch_come_as_one_source(grids: list[Grid]) -> None:
     batch = check_batch(numbered_rows(grids), grids, TINY)
     (run,) = Planner((4096,), 512).plan(batch.segment_tokens)
-    assert len(run_sources(batch, run)) == 1
+    assert len(run_sources(batch, plan_run(batch, run))) == 1
     assert run.tokens == sum(map(num_tokens, grids))
 
 

@@ -51,6 +51,18 @@ def encoder(artifact: Path) -> Iterator:
         yield loaded
 
 
+@pytest.mark.parametrize("rows", [1, 4, 21, 40])
+def test_the_widest_product_of_the_full_encoder_has_a_kernel_for_few_rows(rows: int) -> None:
+    from m3compile.kernels.fp8 import Fp8Linear, quantise_rows, quantise_weight
+
+    layer = Fp8Linear(24576, 6144, True).cuda()
+    layer.weight.data, layer.weight_scale.data = quantise_weight(torch.randn(6144, 24576).cuda())
+    layer.bias.data = torch.zeros(6144, device="cuda", dtype=torch.bfloat16)
+    got = layer(quantise_rows(torch.randn(rows, 24576).cuda()))
+    assert got.shape == (rows, 6144)
+    assert bool(got.isfinite().all())
+
+
 @pytest.mark.parametrize("rows", [4, 36, 1000])
 @pytest.mark.parametrize("fast", [False, True])
 def test_products_are_those_of_the_cpu(rows: int, fast: bool) -> None:

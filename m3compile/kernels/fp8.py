@@ -19,6 +19,8 @@ from m3compile.config.scales import FP8_MAX, SMALLEST_SCALE
 
 FP8 = torch.float8_e4m3fn
 
+_FEWEST_FAST_ROWS = 32
+
 FP8_PRODUCT_SCHEMA = (
     "fp8_product(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale, Tensor bias, "
     "bool fast_accumulation) -> Tensor"
@@ -138,7 +140,8 @@ def _product_cuda(
         scale_b=weight_scale[None],
         bias=bias,
         out_dtype=bias.dtype,
-        use_fast_accum=fast_accumulation,
+        # cuBLAS has no such product for fewer rows where K is large.
+        use_fast_accum=fast_accumulation and values.shape[0] >= _FEWEST_FAST_ROWS,
     )
 
 
