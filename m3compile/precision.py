@@ -23,7 +23,7 @@ from m3compile.errors import ConfigError, InputError, VerificationError
 from m3compile.progress import Progress
 from m3compile.rows import read_rows
 from m3compile.tower import make_tower
-from m3compile.verify.cases import FILLERS, LARGE_FILLER, Grid, random_pixels
+from m3compile.verify.cases import FILLERS, LARGE_FILLER, Grid, one_item, random_pixels
 from m3compile.verify.judge import broken_bound, eager, largest, relative_error, smallest
 from m3compile.weights import (
     Checkpoint,
@@ -67,6 +67,7 @@ class Fp8Request(NamedTuple):
         items: pixels and grid of what it is measured on beside random ones; None for those alone.
         inputs: the name of their file, or `random`.
         bounds: what the artifact is held to.
+        longest: tokens of the longest segment that `verify` will look at; None for a small one.
     """
 
     linears: tuple[str, ...]
@@ -74,6 +75,7 @@ class Fp8Request(NamedTuple):
     items: list[tuple[Tensor, Grid]] | None
     inputs: str
     bounds: Bounds
+    longest: int | None = None
 
 
 class Measured(NamedTuple):
@@ -108,6 +110,7 @@ def fp8_request(config: BuildConfig, tower: TowerConfig) -> Fp8Request:
         items=items,
         inputs=Path(config.fp8_inputs).name if config.fp8_inputs else "random",
         bounds=Bounds(relative_error=config.fp8_max_error, cosine=config.fp8_min_cosine),
+        longest=config.budgets[-1] if config.budgets and config.device == "cuda" else None,
     )
 
 
@@ -257,7 +260,9 @@ class _Search:
         alone: dict[str, float] = {}
         hopeless: set[str] = set()
         for done, name in enumerate(asked, 1):
-            error, cosine = self._trial.measure([name], False, 1)
+            # Attention is another thing over many rows; a product is not.
+            most_items = None if name == ATTENTION else 1
+            error, cosine = self._trial.measure([name], False, most_items)
             # A layer that makes the result NaN is the worst there is.
             alone[name] = min(error, _USELESS) if error == error else _USELESS
             if not self._is_within(error, cosine):
@@ -295,7 +300,8 @@ def measured_items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Ten
     reference = make_tower(tower, exact, "TORCH_SDPA")
     device = exact["patch_embed.weight"].device
     items = []
-    for number, (pixels, grid) in enumerate(request.items or _random_items(tower)):
+    given = request.items or _random_items(tower, request.longest)
+    for number, (pixels, grid) in enumerate(given):
         on_device = pixels.to(device, torch.float32)
         expected = eager(reference, on_device, grid)
         if not bool(expected.isfinite().all()):
@@ -307,9 +313,11 @@ def measured_items(request: Fp8Request, tower: TowerConfig, exact: dict[str, Ten
     return items
 
 
-def _random_items(tower: TowerConfig) -> list[tuple[Tensor, Grid]]:
+def _random_items(tower: TowerConfig, longest: int | None) -> list[tuple[Tensor, Grid]]:
     fitting = [grid for grid in _GRIDS if grid[0] <= tower.vision_segment_max_frames]
     grids = [*fitting, (_CLIP_FRAMES, 2, 2)]
+    if longest is not None:
+        grids.append(one_item(longest))
     return [(random_pixels(grid, tower.patch_dim), grid) for grid in grids]
 
 

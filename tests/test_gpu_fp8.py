@@ -87,21 +87,25 @@ def test_products_are_those_of_the_cpu(rows: int, fast: bool) -> None:
 
 
 @pytest.mark.fa3
-@pytest.mark.parametrize("num_rows", [300, 2048])
-def test_attention_is_that_of_the_cpu(num_rows: int) -> None:
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("num_rows", [300, 2048, 16384])
+def test_attention_is_that_of_the_cpu(num_rows: int, mean: float) -> None:
     from m3compile.attention import attention_schedule, fp8_attention
     from m3compile.verify import relative_error
 
     heads, dim = 4, 80
     generator = torch.Generator().manual_seed(num_rows)
-    q, k, v = torch.randn((3, num_rows, heads, dim), generator=generator).unbind(0)
+    # Side by side, as a fused product leaves them.
+    fused = torch.randn((num_rows, 3, heads, dim), generator=generator)
+    fused[:, 2] += mean
     scales = torch.tensor([[0.012], [0.013], [0.014]])
-    q, k, v = ((x / s).to(torch.float8_e4m3fn) for x, s in zip((q, k, v), scales, strict=True))
+    fused = (fused / scales[:, None]).to(torch.float8_e4m3fn)
     real = num_rows - 20
     bounds = torch.tensor([0, 4, 4, 132, real, real], dtype=torch.int32)
-    expected = fp8_attention(q, k, v, scales, bounds, "TORCH_SDPA")
-    on_device = [x.cuda() for x in (q, k, v, scales, bounds)]
+    expected = fp8_attention(*fused.unbind(1), scales, bounds, "TORCH_SDPA")
+    on_device = [*fused.cuda().unbind(1), scales.cuda(), bounds.cuda()]
     schedule = attention_schedule(on_device[4], num_rows, heads, dim, "FLASH_ATTN_3", True)
+    assert not on_device[0].is_contiguous()
     for given in (None, schedule):
         got = fp8_attention(*on_device, "FLASH_ATTN_3", given).cpu()
         assert got.dtype == torch.bfloat16

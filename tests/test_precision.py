@@ -34,6 +34,7 @@ from m3compile.precision import (
     _Search,
     choose_precision,
     fp8_request,
+    measured_items,
 )
 from m3compile.tower import Tower, make_tower
 from m3compile.verify import eager
@@ -215,6 +216,35 @@ def test_a_cheap_layer_that_holds_alone() -> None:
     search = _Search(Trial(), Bounds(relative_error=0.07, cosine=0.9), False, None)
     kept, _ = search.run(list(errors))
     assert [layer.name for layer in kept] == ["wide"]
+
+
+def test_attention_that_fails_over_many_rows_stays_out_first() -> None:
+    """It holds on a thumbnail, where layers are ranked, and is the cheapest by its error there."""
+    names = [*(f"layers.{index}.fc1" for index in range(8)), ATTENTION]
+
+    class Trial:
+        def measure(self, names: list[str], fast: bool, most_items: int | None = None) -> Measured:
+            is_long = most_items is None and ATTENTION in names
+            return Measured(0.3 if is_long else 0.01 * math.sqrt(len(names)), 0.99)
+
+        def work(self, name: str) -> float:
+            return 100.0 if name == ATTENTION else 1.0
+
+    search = _Search(Trial(), Bounds(relative_error=0.07, cosine=0.9), False, None)
+    kept, _ = search.run(names)
+    assert [(layer.name, layer.error) for layer in kept] == [(ATTENTION, 0.3)]
+
+
+def test_on_a_gpu_the_longest_image_counts(
+    checkpoint: Checkpoint, state: dict[str, Tensor]
+) -> None:
+    asked = resolve(BuildConfig(device="cpu", linear_dtype="fp8", budgets=(64, 96)))
+    assert fp8_request(asked, checkpoint.config).longest is None
+    on_gpu = fp8_request(msgspec.structs.replace(asked, device="cuda"), checkpoint.config)
+    items = measured_items(on_gpu, checkpoint.config, state)
+    assert items[0].grid == (1, 16, 16)
+    assert items[-1].grid == (1, 16, 24)
+    assert items[-1].expected.shape == (96, checkpoint.config.output_size)
 
 
 def test_the_choice_holds_where_verify_looks(

@@ -44,15 +44,15 @@ def routes(encoder: Encoder) -> Iterator[tuple[str, int | None, list[list[Grid]]
         batches = []
         for tokens in (budget, previous + 1):
             if tokens <= _LONGEST_CHEAP or (is_cuda and budget == largest):
-                batches.append([_one_item(tokens)])
+                batches.append([one_item(tokens)])
             if tokens > _LONGEST_CHEAP or tokens == budget:
                 batches.append(_batch(tokens, slots, frames))
         yield "bucket", budget, _distinct(batches)
         previous = budget
     over = min(largest + 1, MAX_TOKENS)
     one_over = is_cuda or over <= _LONGEST_CHEAP
-    last = [_one_item(over)] if one_over else _batch(over, slots, frames)
-    yield "exact", None, _distinct([[_one_item(1)], _batch(96, slots, frames), last])
+    last = [one_item(over)] if one_over else _batch(over, slots, frames)
+    yield "exact", None, _distinct([[one_item(1)], _batch(96, slots, frames), last])
     if frames <= _MOST_FRAMES:
         yield "cut", None, [_cut_items(largest, slots, frames)]
 
@@ -62,7 +62,7 @@ def _distinct(batches: list[list[Grid]]) -> list[list[Grid]]:
     return [batch for index, batch in enumerate(batches) if batch not in batches[:index]]
 
 
-def _one_item(tokens: int) -> Grid:
+def one_item(tokens: int) -> Grid:
     """An image of that many tokens, as close to square as its divisors allow."""
     side = math.isqrt(tokens)
     while tokens % side:
@@ -81,13 +81,13 @@ def _batch(tokens: int, max_segments: int, max_frames: int) -> list[Grid]:
     while left and len(grids) < max_segments - 1:
         after = (max_segments - len(grids) - 1) * _tokens(LARGE_FILLER)
         fitting = [grid for grid in FILLERS if _tokens(grid) <= left and grid[0] <= max_frames]
-        grid = fitting[len(grids) % len(fitting)] if fitting else _one_item(left)
+        grid = fitting[len(grids) % len(fitting)] if fitting else one_item(left)
         if left - _tokens(grid) > after and left >= _tokens(LARGE_FILLER):
             grid = LARGE_FILLER
         grids.append(grid)
         left -= _tokens(grid)
     if left:
-        grids.append(_one_item(left))
+        grids.append(one_item(left))
     return grids
 
 
