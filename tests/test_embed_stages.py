@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra serve, which is not installed")
+
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 from conftest import BUDGETS, GOLDENS
 

@@ -19,6 +19,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+
+pytest.importorskip("ray", reason="needs the extra serve, which is not installed")
+
 import serve_support  # noqa: F401 (settles how Ray Serve is imported)
 import torch
 import yaml

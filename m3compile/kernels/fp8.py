@@ -73,8 +73,8 @@ class Fp8Linear(nn.Module):
     def sums(self, rows: Fp8Rows) -> Tensor:
         """(P, N) in the dtype of the bias: what is left of the product without scales and bias.
 
-        For a pass that reads it anyway and can apply them: for up to a few thousand rows such a
-        product is faster, since it is left to another library.
+        For a pass that reads it anyway and can apply them: up to a few thousand rows a product
+        without scales a row is faster (docs/fp8.md).
         """
         sums: Tensor = torch.ops.m3compile.fp8_sums(
             rows.values, self.weight, self.bias, self.fast_accumulation
