@@ -120,14 +120,16 @@ class Encoder:
         """
         batch = check_batch(pixel_values, grid_thw, self._config)
         with self._lock:
+            self._check_open()
             planned = self._plan(batch)
-            self._begin(batch)
-            results = self._encode(batch, planned)
-            # Once the runs are under way, so that it costs them nothing.
-            self._served.add([each.run for each in planned])
-            if self._recorder is not None:
-                self._recorder.add(batch.grids)
-        return results
+            self._count_call(batch)
+            try:
+                return self._encode(batch, planned)
+            finally:
+                # Once the runs are under way, so that it costs them nothing; failed ones count too.
+                self._served.add([each.run for each in planned])
+                if self._recorder is not None:
+                    self._recorder.add(batch.grids)
 
     def _plan(self, batch: Batch) -> list[PlannedRun]:
         """The runs of a batch; those of earlier calls of the same sizes are remembered."""
@@ -167,13 +169,15 @@ class Encoder:
                 f"run of {budget or MAX_TOKENS} tokens and {self.max_segments} segments"
             )
         with self._lock:
-            self._begin(batch)
+            self._check_open()
+            self._count_call(batch)
             return self._encode(batch, [plan_run(batch, run)] if pieces else [])
 
-    def _begin(self, batch: Batch) -> None:
-        """Count a call; under the lock."""
+    def _check_open(self) -> None:
         if self._closed:
             raise EncoderClosedError("the encoder is closed")
+
+    def _count_call(self, batch: Batch) -> None:
         self._counts["calls"] += 1
         self._counts["items"] += len(batch.grids)
 
@@ -250,8 +254,12 @@ class Encoder:
             budget: the bucket, or None for the uncaptured program at P rows.
             segments: (t, h, w) of every segment, that together have at most P rows.
             pixel_values: (P, patch_dim), at most the rows of the bucket.
+
+        Raises:
+            EncoderClosedError: after `close()`.
         """
         with self._lock:
+            self._check_open()
             return self._runner.prepare_run(budget, segments, pixel_values)
 
     @property
