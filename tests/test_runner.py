@@ -69,6 +69,22 @@ def test_a_failing_program_is_one_line_and_the_runner_lives() -> None:
     assert runner.nonfinite_items == 0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_lost_device_is_the_same_error(fails: bool) -> None:
+    """Nothing can be recorded on it any more, whether the program noticed or not."""
+
+    class Lost:
+        def record(self) -> None:
+            raise RuntimeError("CUDA error: it is gone")
+
+    program = Summing()
+    runner = make_runner(program)
+    program.fails = fails
+    runner._ring.slot().done = Lost()  # type: ignore[assignment]
+    with pytest.raises(OperationError, match="the program failed while running 1 tokens"):
+        runner.run(2, [(1, 2, 2)], [torch.ones(4, 3)], 1, [0], 1)
+
+
 def test_a_prepared_run_repeats_the_batch_it_was_given() -> None:
     program = Summing()
     runner = make_runner(program)
