@@ -150,7 +150,8 @@ class DeviceRunner:
         with self._modes():
             bucket = self._bucket(budget)
             self.wait()
-            self._stage.write_segments(segments, self._ring.slot())
+            # A copy: the next run's are compared with these, and the list is the caller's.
+            self._stage.write_segments(list(segments), self._ring.slot())
             rows = self._stage.write_rows([pixel_values], len(pixel_values))
             self.wait()
             if bucket is None:
