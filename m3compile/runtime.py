@@ -200,11 +200,7 @@ class Encoder:
                 rows = embeddings[offset : offset + piece.tokens]
                 parts[piece.item].append((piece.first_segment, rows))
                 offset += piece.tokens
-        return [
-            found[0][1] if len(found) == 1
-            else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
-            for found in parts
-        ]  # fmt: skip
+        return [found[0][1] if len(found) == 1 else _joined(found) for found in parts]
 
     def _count(self, run: Run) -> None:
         self._counts["real_tokens"] += run.tokens
@@ -294,6 +290,13 @@ class Encoder:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
+    """An item of several runs, from its rows by first segment."""
+    # The caller may write to it outside of its mode, as to an item of one run.
+    with torch.inference_mode(False):
+        return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
 
 
 def _release_weights(weights: list[Tensor]) -> None:

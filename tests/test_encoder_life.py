@@ -69,6 +69,19 @@ def test_a_callers_modes_change_nothing(mode: str, golden_artifact: Path) -> Non
         loaded.close()
 
 
+def test_a_cut_item_of_inference_mode_is_the_callers_outside_too(golden_artifact: Path) -> None:
+    clip = GRIDS[2:]
+    rows = random_rows(clip)
+    with m3compile.load(golden_artifact, budgets=[16]) as encoder:
+        expected = encoder.encode(rows, clip)
+        assert encoder.stats()["replays"] == 2
+        with torch.inference_mode():
+            inside = encoder.encode(rows, clip)
+        assert_same_bits(inside, expected)
+        for result in inside:
+            result += 1
+
+
 # --- threads ---
 
 
