@@ -111,30 +111,32 @@ class DeviceRunner:
         with self._modes():
             bucket = self._bucket(budget)
             slot = self._ring.slot()
-            if self._is_cuda:
-                # Its number alone: a stream object costs as much as a launch.
-                stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-                if stream != self._last_stream:
-                    torch.cuda.current_stream().wait_event(self._last_run)
             try:
-                self._stage.write_segments(segments, slot)
-                rows = self._stage.write_rows(sources, 4 * tokens)
-                if bucket is None:
-                    embeddings, is_nonfinite = self._call(rows, self._stage.segments)
-                else:
-                    embeddings, is_nonfinite = bucket.run()
-                embeddings = embeddings[:tokens]
                 if self._is_cuda:
-                    embeddings = embeddings.clone()
-                slot.flags.copy_(is_nonfinite, non_blocking=True)
-                slot.expect(items, call)
+                    # Its number alone: a stream object costs as much as a launch.
+                    stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+                    if stream != self._last_stream:
+                        torch.cuda.current_stream().wait_event(self._last_run)
+                try:
+                    self._stage.write_segments(segments, slot)
+                    rows = self._stage.write_rows(sources, 4 * tokens)
+                    if bucket is None:
+                        embeddings, is_nonfinite = self._call(rows, self._stage.segments)
+                    else:
+                        embeddings, is_nonfinite = bucket.run()
+                    embeddings = embeddings[:tokens]
+                    if self._is_cuda:
+                        embeddings = embeddings.clone()
+                    slot.flags.copy_(is_nonfinite, non_blocking=True)
+                    slot.expect(items, call)
+                finally:
+                    # On a lost device these fail too, also for what an earlier run did.
+                    if slot.done is not None:
+                        slot.done.record()
+                        self._last_run, self._last_stream = slot.done, stream
+                    self._ring.advance()
             except RuntimeError as error:
                 raise self._failure(error, f"running {tokens} tokens") from error
-            finally:
-                if slot.done is not None:
-                    slot.done.record()
-                    self._last_run, self._last_stream = slot.done, stream
-                self._ring.advance()
             return embeddings
 
     def prepare_run(
@@ -148,7 +150,8 @@ class DeviceRunner:
         with self._modes():
             bucket = self._bucket(budget)
             self.wait()
-            self._stage.write_segments(segments, self._ring.slot())
+            # A copy: the next run's are compared with these, and the list is the caller's.
+            self._stage.write_segments(list(segments), self._ring.slot())
             rows = self._stage.write_rows([pixel_values], len(pixel_values))
             self.wait()
             if bucket is None:

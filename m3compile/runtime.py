@@ -120,14 +120,16 @@ class Encoder:
         """
         batch = check_batch(pixel_values, grid_thw, self._config)
         with self._lock:
+            self._check_open()
             planned = self._plan(batch)
-            self._begin(batch)
-            results = self._encode(batch, planned)
-            # Once the runs are under way, so that it costs them nothing.
-            self._served.add([each.run for each in planned])
-            if self._recorder is not None:
-                self._recorder.add(batch.grids)
-        return results
+            self._count_call(batch)
+            try:
+                return self._encode(batch, planned)
+            finally:
+                # Once the runs are under way, so that it costs them nothing; failed ones count too.
+                self._served.add([each.run for each in planned])
+                if self._recorder is not None:
+                    self._recorder.add(batch.grids)
 
     def _plan(self, batch: Batch) -> list[PlannedRun]:
         """The runs of a batch; those of earlier calls of the same sizes are remembered."""
@@ -167,13 +169,15 @@ class Encoder:
                 f"run of {budget or MAX_TOKENS} tokens and {self.max_segments} segments"
             )
         with self._lock:
-            self._begin(batch)
+            self._check_open()
+            self._count_call(batch)
             return self._encode(batch, [plan_run(batch, run)] if pieces else [])
 
-    def _begin(self, batch: Batch) -> None:
-        """Count a call; under the lock."""
+    def _check_open(self) -> None:
         if self._closed:
             raise EncoderClosedError("the encoder is closed")
+
+    def _count_call(self, batch: Batch) -> None:
         self._counts["calls"] += 1
         self._counts["items"] += len(batch.grids)
 
@@ -196,11 +200,7 @@ class Encoder:
                 rows = embeddings[offset : offset + piece.tokens]
                 parts[piece.item].append((piece.first_segment, rows))
                 offset += piece.tokens
-        return [
-            found[0][1] if len(found) == 1
-            else torch.cat([rows for _, rows in sorted(found, key=lambda part: part[0])])
-            for found in parts
-        ]  # fmt: skip
+        return [found[0][1] if len(found) == 1 else _joined(found) for found in parts]
 
     def _count(self, run: Run) -> None:
         self._counts["real_tokens"] += run.tokens
@@ -250,8 +250,12 @@ class Encoder:
             budget: the bucket, or None for the uncaptured program at P rows.
             segments: (t, h, w) of every segment, that together have at most P rows.
             pixel_values: (P, patch_dim), at most the rows of the bucket.
+
+        Raises:
+            EncoderClosedError: after `close()`.
         """
         with self._lock:
+            self._check_open()
             return self._runner.prepare_run(budget, segments, pixel_values)
 
     @property
@@ -286,6 +290,13 @@ class Encoder:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
+    """An item of several runs, from its rows by first segment."""
+    # The caller may write to it outside of its mode, as to an item of one run.
+    with torch.inference_mode(False):
+        return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
 
 
 def _release_weights(weights: list[Tensor]) -> None:

@@ -6,6 +6,7 @@ Compared with: the same call made plainly, bit for bit.
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import m3compile
 from m3compile import Encoder
+from m3compile.config.build import MAX_TOKENS
 from m3compile.errors import EncoderClosedError, ExitCode, InputError, OperationError
 from m3compile.program import CompiledProgram
 
@@ -65,6 +67,19 @@ def test_a_callers_modes_change_nothing(mode: str, golden_artifact: Path) -> Non
         for result in inside:
             result += 1
         loaded.close()
+
+
+def test_a_cut_item_of_inference_mode_is_the_callers_outside_too(golden_artifact: Path) -> None:
+    clip = GRIDS[2:]
+    rows = random_rows(clip)
+    with m3compile.load(golden_artifact, budgets=[16]) as encoder:
+        expected = encoder.encode(rows, clip)
+        assert encoder.stats()["replays"] == 2
+        with torch.inference_mode():
+            inside = encoder.encode(rows, clip)
+        assert_same_bits(inside, expected)
+        for result in inside:
+            result += 1
 
 
 # --- threads ---
@@ -128,6 +143,8 @@ def test_closing_under_threads(golden_artifact: Path) -> None:
 
 def test_close_may_be_repeated_and_ends_service(golden_artifact: Path) -> None:
     rows = random_rows(GRIDS)
+    # Refused by the plan, of an encoder that is open.
+    too_large: Grid = (1, 2, 2 * (MAX_TOKENS + 1))
     encoder = m3compile.load(golden_artifact)
     kept = encoder.encode(rows, GRIDS)
     copies = [result.clone() for result in kept]
@@ -138,6 +155,8 @@ def test_close_may_be_repeated_and_ends_service(golden_artifact: Path) -> None:
         lambda: encoder.encode(rows, GRIDS),
         lambda: encoder.encode_at(rows, GRIDS, 64),
         lambda: encoder.encode([], []),
+        lambda: encoder.encode(rows[:1].expand(math.prod(too_large), -1), [too_large]),
+        lambda: encoder.prepare_run(64, [(1, 4, 4)], rows[:16]),
     ):
         with pytest.raises(EncoderClosedError, match="closed") as caught:
             call()
@@ -180,7 +199,7 @@ def test_an_encoder_that_nobody_closed_goes_away(golden_artifact: Path) -> None:
 
 
 def test_a_failed_run_is_an_error_and_not_the_end(
-    golden_artifact: Path, monkeypatch: pytest.MonkeyPatch
+    golden_artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = random_rows(GRIDS)
     fails = False
@@ -192,7 +211,8 @@ def test_a_failed_run_is_an_error_and_not_the_end(
         return original(self, pixel_values, segments)
 
     monkeypatch.setattr(CompiledProgram, "__call__", call)
-    with m3compile.load(golden_artifact) as encoder:
+    trace = tmp_path / "trace.jsonl"
+    with m3compile.load(golden_artifact, record_traffic=trace) as encoder:
         expected = encoder.encode(rows, GRIDS)
         fails = True
         for _ in range(3):
@@ -202,3 +222,6 @@ def test_a_failed_run_is_an_error_and_not_the_end(
         fails = False
         assert_same_bits(encoder.encode(rows, GRIDS), expected)
         assert encoder.stats()["nonfinite_items"] == 0
+        # What broke the device is traffic too.
+        assert encoder.stats()["ladder"]["runs"] == 5
+    assert len(trace.read_text().splitlines()) == 5

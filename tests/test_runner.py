@@ -69,6 +69,22 @@ def test_a_failing_program_is_one_line_and_the_runner_lives() -> None:
     assert runner.nonfinite_items == 0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_lost_device_is_the_same_error(fails: bool) -> None:
+    """Nothing can be recorded on it any more, whether the program noticed or not."""
+
+    class Lost:
+        def record(self) -> None:
+            raise RuntimeError("CUDA error: it is gone")
+
+    program = Summing()
+    runner = make_runner(program)
+    program.fails = fails
+    runner._ring.slot().done = Lost()  # type: ignore[assignment]
+    with pytest.raises(OperationError, match="the program failed while running 1 tokens"):
+        runner.run(2, [(1, 2, 2)], [torch.ones(4, 3)], 1, [0], 1)
+
+
 def test_a_prepared_run_repeats_the_batch_it_was_given() -> None:
     program = Summing()
     runner = make_runner(program)
@@ -77,3 +93,20 @@ def test_a_prepared_run_repeats_the_batch_it_was_given() -> None:
     exact = runner.prepare_run(None, [(1, 2, 4)], torch.ones(8, 3))
     assert exact()[0].shape == (2, 1)
     assert program.shapes == [16, 16, 16, 8]
+
+
+def test_what_becomes_of_a_prepared_runs_segments_is_the_callers_matter() -> None:
+    """The caller's list grows into the next run's table, which has to be written still."""
+    tables = []
+
+    class Noting(Summing):
+        def __call__(self, pixel_values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+            tables.append(segments.tolist())
+            return super().__call__(pixel_values, segments)
+
+    runner = make_runner(Noting())
+    segments = [(1, 2, 2)]
+    runner.prepare_run(4, segments, torch.ones(4, 3))
+    segments.append((1, 2, 4))
+    runner.run(4, [(1, 2, 2), (1, 2, 4)], [torch.ones(12, 3)], 3, [0, 1], 1)
+    assert tables == [[[1, 2, 2], [1, 2, 4], [0, 0, 0], [0, 0, 0]]]
