@@ -128,13 +128,15 @@ class InputStage:
         self._is_cuda = device.type == "cuda"
         self._num_rows = num_rows
         self._prefixes: dict[int, Tensor] = {}
-        self._written: Sequence[Segment] = ()
+        self._written: Sequence[Segment] | None = ()
         self._pixels: PinnedRing | None = None
 
     def write_segments(self, segments: Sequence[Segment], slot: RunSlot) -> None:
         """Put a run's segments into the shared table, by way of the run's slot."""
         if segments == self._written:
             return
+        # Until the copy is under way, whatever interrupts it: the table may hold anything.
+        self._written = None
         slot.write(segments)
         self.segments.copy_(slot.table, non_blocking=True)
         self._written = segments
