@@ -25,7 +25,7 @@ import yaml
 from conftest import GOLDENS
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 import m3compile
 from m3compile.config import PreprocessConfig
@@ -74,7 +74,7 @@ class Batcher:
     """Encodes nothing: waits, then does what it is told."""
 
     seconds = 0.0
-    result: Callable[[Any], Any] = staticmethod(lambda job: [torch.ones(n, 96) for n in job.tokens])
+    result: Callable[[Any], Any] = staticmethod(lambda job: torch.ones(sum(job.tokens), 96))
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -275,8 +275,8 @@ def jobs_of(encoder: m3compile.Encoder, count: int) -> list[Any]:
 
 
 def assert_same(found: Any, expected: Sequence[torch.Tensor]) -> None:
-    assert isinstance(found, list), found
-    for ours, theirs in zip(found, expected, strict=True):
+    assert isinstance(found, torch.Tensor), found
+    for ours, theirs in zip(found.split([*map(len, expected)]), expected, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
@@ -287,7 +287,12 @@ def test_jobs_together(encoder: m3compile.Encoder) -> None:
     assert encoder.counts()["calls"] == 1
     for job, found in zip(jobs, outcomes, strict=True):
         assert_same(found, encoder.encode(list(job.rows), job.grids))
-    assert encode_jobs(encoder, [empty]) == [[]]
+    (alone,) = encode_jobs(encoder, [empty])
+    assert isinstance(alone, torch.Tensor)
+    for nothing in (alone, outcomes[3]):
+        assert (nothing.shape, nothing.dtype) == ((0, 96), encoder.dtype)
+        answer = load(requests.write_answer(nothing, empty.tokens, as_json=False))
+        assert answer["embeddings"].shape == (0, 96)
 
 
 @pytest.mark.parametrize(
