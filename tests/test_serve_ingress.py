@@ -38,6 +38,7 @@ from m3compile.errors import (
     TooLargeError,
 )
 from m3compile.integrations.ray import ingress, proxy, replica, requests
+from m3compile.integrations.ray.application import make_app
 from m3compile.integrations.ray.batching import encode_jobs, make_job
 from m3compile.integrations.ray.ingress import EncoderIngress, make_api
 from m3compile.integrations.ray.options import ServeOptions, serve_options
@@ -340,6 +341,21 @@ def test_a_batch_that_fails_is_encoded_one_by_one(
     assert_same(second, real(list(jobs[1].rows), GRIDS))
     assert isinstance(third, OperationError)
     assert str(third) == "out of memory"
+
+
+# The deployment.
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_environment_of_a_replica(device: str) -> None:
+    app = make_app(ServeOptions(artifact="a", cpus_per_replica=3), device, 1)
+    actor = app._bound_deployment.ray_actor_options
+    variables = actor["runtime_env"]["env_vars"]
+    assert variables["MALLOC_ARENA_MAX"] == "1"
+    # glibc takes no threshold above half of a heap of 64 MiB, and then keeps its own.
+    assert int(variables["MALLOC_MMAP_THRESHOLD_"]) <= 32 * 2**20
+    assert variables.get("OMP_NUM_THREADS") == ("3" if device == "cpu" else None)
+    assert actor.get("num_gpus", 0) == (device == "cuda")
 
 
 # Which proxy.
