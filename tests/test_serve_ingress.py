@@ -28,7 +28,7 @@ import yaml
 from conftest import GOLDENS
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 import m3compile
 from m3compile.config import PreprocessConfig
@@ -41,6 +41,7 @@ from m3compile.errors import (
     TooLargeError,
 )
 from m3compile.integrations.ray import ingress, proxy, replica, requests
+from m3compile.integrations.ray.application import make_app
 from m3compile.integrations.ray.batching import encode_jobs, make_job
 from m3compile.integrations.ray.ingress import EncoderIngress, make_api
 from m3compile.integrations.ray.options import ServeOptions, serve_options
@@ -77,7 +78,7 @@ class Batcher:
     """Encodes nothing: waits, then does what it is told."""
 
     seconds = 0.0
-    result: Callable[[Any], Any] = staticmethod(lambda job: [torch.ones(n, 96) for n in job.tokens])
+    result: Callable[[Any], Any] = staticmethod(lambda job: torch.ones(sum(job.tokens), 96))
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -278,8 +279,8 @@ def jobs_of(encoder: m3compile.Encoder, count: int) -> list[Any]:
 
 
 def assert_same(found: Any, expected: Sequence[torch.Tensor]) -> None:
-    assert isinstance(found, list), found
-    for ours, theirs in zip(found, expected, strict=True):
+    assert isinstance(found, torch.Tensor), found
+    for ours, theirs in zip(found.split([*map(len, expected)]), expected, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
@@ -290,7 +291,12 @@ def test_jobs_together(encoder: m3compile.Encoder) -> None:
     assert encoder.counts()["calls"] == 1
     for job, found in zip(jobs, outcomes, strict=True):
         assert_same(found, encoder.encode(list(job.rows), job.grids))
-    assert encode_jobs(encoder, [empty]) == [[]]
+    (alone,) = encode_jobs(encoder, [empty])
+    assert isinstance(alone, torch.Tensor)
+    for nothing in (alone, outcomes[3]):
+        assert (nothing.shape, nothing.dtype) == ((0, 96), encoder.dtype)
+        answer = load(requests.write_answer(nothing, empty.tokens, as_json=False))
+        assert answer["embeddings"].shape == (0, 96)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +344,21 @@ def test_a_batch_that_fails_is_encoded_one_by_one(
     assert_same(second, real(list(jobs[1].rows), GRIDS))
     assert isinstance(third, OperationError)
     assert str(third) == "out of memory"
+
+
+# The deployment.
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_environment_of_a_replica(device: str) -> None:
+    app = make_app(ServeOptions(artifact="a", cpus_per_replica=3), device, 1)
+    actor = app._bound_deployment.ray_actor_options
+    variables = actor["runtime_env"]["env_vars"]
+    assert variables["MALLOC_ARENA_MAX"] == "1"
+    # glibc takes no threshold above half of a heap of 64 MiB, and then keeps its own.
+    assert int(variables["MALLOC_MMAP_THRESHOLD_"]) <= 32 * 2**20
+    assert variables.get("OMP_NUM_THREADS") == ("3" if device == "cpu" else None)
+    assert actor.get("num_gpus", 0) == (device == "cuda")
 
 
 # Which proxy.

@@ -212,7 +212,7 @@ def joined(jobs: Sequence[Any], max_tokens: int) -> Iterator[list[Any]]:
 def encode_batch(encoder: Any, batch: Sequence[Any]) -> None:
     from m3compile.integrations.ray.batching import encode_jobs
 
-    failed = [found for found in encode_jobs(encoder, batch) if not isinstance(found, list)]
+    failed = [found for found in encode_jobs(encoder, batch) if not isinstance(found, Tensor)]
     assert not failed, failed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from ray import serve
@@ -35,7 +35,8 @@ class Job(NamedTuple):
     tokens: Sequence[int]
 
 
-Outcome = list[Tensor] | M3CompileError
+# (tokens, width) of all items end to end.
+Outcome: TypeAlias = Tensor | M3CompileError
 
 
 def make_job(pixel_values: Any, grid_thw: Any, config: TowerConfig) -> Job:
@@ -55,8 +56,8 @@ def encode_jobs(encoder: Encoder, jobs: Sequence[Job]) -> list[Outcome]:
     """Encode jobs together; one by one, should that fail, so that no job fails for another.
 
     Returns:
-        For every job its items' (tokens, width) on the host, or why it has none: items with a
-        non-finite pixel are an error here, since they would be NaN.
+        For every job its items' (tokens, width) end to end on the host, or why it has none: items
+        with a non-finite pixel are an error here, since they would be NaN.
     """
     try:
         return _encode_together(encoder, jobs)
@@ -71,22 +72,27 @@ def _encode_together(encoder: Encoder, jobs: Sequence[Job]) -> list[Outcome]:
         [rows for job in jobs for rows in job.rows], [grid for job in jobs for grid in job.grids]
     )
     if not results:
-        return [[] for _ in jobs]
+        width = encoder.manifest.tower.output_size
+        return [torch.zeros((0, width), dtype=encoder.dtype) for _ in jobs]
     # One copy from the device, and one look for NaN: an item that has any has it in whole rows.
-    joined = torch.cat(results).cpu()
-    is_bad = joined[:, 0].isnan()
-    items = iter(joined.split([len(rows) for rows in results]))
-    outcomes: list[Outcome] = [[next(items) for _ in job.grids] for job in jobs]
-    if is_bad.any():
-        outcomes = [
-            _check_finite(job, outcome) if isinstance(outcome, list) else outcome
-            for job, outcome in zip(jobs, outcomes, strict=True)
-        ]
-    return outcomes
+    joined = _on_host(torch.cat(results))
+    parts = joined.split([sum(job.tokens) for job in jobs])
+    if not joined[:, 0].isnan().any():
+        return list(parts)
+    return [_check_finite(job, part) for job, part in zip(jobs, parts, strict=True)]
 
 
-def _check_finite(job: Job, embeddings: list[Tensor]) -> Outcome:
-    for index, (given, found) in enumerate(zip(job.rows, embeddings, strict=True)):
+def _on_host(rows: Tensor) -> Tensor:
+    if not rows.is_cuda:
+        return rows
+    # torch keeps pinned memory for the next batch, once nothing refers to it; fresh pageable memory
+    # costs a fault a page.
+    return torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows)
+
+
+def _check_finite(job: Job, embeddings: Tensor) -> Outcome:
+    found_items = embeddings.split(list(job.tokens))
+    for index, (given, found) in enumerate(zip(job.rows, found_items, strict=True)):
         # torch does not look for NaN in every kind of 8 bits.
         rows = given.float() if given.itemsize == 1 else given
         if not rows.isfinite().all():
@@ -153,7 +159,7 @@ class Batcher:
     def _limit(self, jobs: list[Job]) -> int:
         return self._max_tokens + (len(jobs) > 1)
 
-    async def encode(self, job: Job) -> list[Tensor]:
+    async def encode(self, job: Job) -> Tensor:
         """Raises: InputError, OperationError: as `encode_jobs` reports for the job."""
         await self._free.wait()
         self._submit.set_batch_wait_timeout_s(self._wait_s if self._others() else 0.0)

@@ -27,6 +27,7 @@ from m3compile.integrations.ray.refusals import (
 )
 from m3compile.integrations.ray.replica import EncoderService
 from m3compile.integrations.ray.requests import (
+    Parts,
     read_images,
     read_request,
     read_rows,
@@ -142,10 +143,7 @@ class EncoderIngress:
                 allowed = service.options.max_json_tokens
                 check_size("output tokens for an answer as JSON", sum(job.tokens), allowed)
             embeddings = await service.encode(job)
-            width = service.encoder.manifest.tower.output_size
-            body = await service.in_thread(
-                lambda: write_answer(embeddings, width, service.encoder.dtype, as_json)
-            )
+            body = await service.in_thread(lambda: write_answer(embeddings, job.tokens, as_json))
             return Response(body, media_type=JSON if as_json else SAFETENSORS)
 
     async def _read(self, request: Request) -> Job:
@@ -153,7 +151,7 @@ class EncoderIngress:
         body = await read_request(request, options.max_body_bytes, options.max_items)
 
         def parse() -> Job:
-            if isinstance(body, bytes):
+            if isinstance(body, Parts):
                 return service.job(*read_rows(body))
             pixels, tokens = options.max_image_pixels, options.max_request_tokens
             return service.job(*read_images(body, service.preprocess, pixels, tokens))
@@ -186,7 +184,8 @@ class EncoderIngress:
         service = self._service
         with service.admitted():
             job = await service.in_thread(lambda: service.job(as_rows(pixel_values), grid_thw))
-            return [rows.float().numpy() for rows in await service.encode(job)]
+            embeddings = await service.encode(job)
+            return [rows.float().numpy() for rows in embeddings.split(list(job.tokens))]
 
     async def drain(self) -> None:
         """See `EncoderService.drain`."""

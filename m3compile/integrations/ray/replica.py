@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,8 +111,8 @@ class EncoderService:
         check_size("output tokens", sum(job.tokens), self.options.max_request_tokens)
         return job
 
-    async def encode(self, job: Job) -> Sequence[Tensor]:
-        """One (tokens, width) an item, on the host, in the artifact's dtype.
+    async def encode(self, job: Job) -> Tensor:
+        """(tokens, width) of all items end to end, on the host, in the artifact's dtype.
 
         Raises:
             InputError: an item has a non-finite pixel.

@@ -31,8 +31,14 @@ class ImageFile(NamedTuple):
     data: bytes
 
 
-async def read_request(request: Request, max_bytes: int, max_items: int) -> bytes | list[ImageFile]:
-    """The body: safetensors bytes, or image files in the order of the form.
+class Parts(NamedTuple):
+    """A safetensors body as it came, not yet joined: that is no work for the event loop."""
+
+    parts: list[bytes]
+
+
+async def read_request(request: Request, max_bytes: int, max_items: int) -> Parts | list[ImageFile]:
+    """The body: of safetensors, or image files in the order of the form.
 
     Raises:
         Refused: of another content type.
@@ -47,7 +53,7 @@ async def read_request(request: Request, max_bytes: int, max_items: int) -> byte
     if told.isdecimal():
         check_size("bytes", int(told), max_bytes)
     if kind != MULTIPART:
-        return b"".join([chunk async for chunk in _within(request, max_bytes)])
+        return Parts([chunk async for chunk in _within(request, max_bytes)])
     return await _read_form(request, max_bytes, max_items)
 
 
@@ -82,14 +88,14 @@ async def _read_form(request: Request, max_bytes: int, max_items: int) -> list[I
     return files
 
 
-def read_rows(body: bytes) -> tuple[Tensor, Tensor]:
+def read_rows(body: Parts) -> tuple[Tensor, Tensor]:
     """pixel_values and grid_thw of a safetensors body, whatever their dtypes and shapes.
 
     Raises:
         InputError: the body is not safetensors, or a tensor is missing.
     """
     try:
-        tensors = load(body)
+        tensors = load(b"".join(body.parts))
     except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
         # torch adds its own stack to what it says.
         reason = next(iter(str(error).splitlines()), "")
@@ -133,12 +139,8 @@ def wants_json(request: Request) -> bool:
     return JSON in accept and SAFETENSORS not in accept
 
 
-def write_answer(
-    embeddings: Sequence[Tensor], width: int, dtype: torch.dtype, as_json: bool
-) -> bytes:
+def write_answer(embeddings: Tensor, counts: Sequence[int], as_json: bool) -> bytes:
     """(tokens, width) embeddings of all items end to end, and tokens of every item."""
-    joined = torch.cat(list(embeddings)) if embeddings else torch.zeros((0, width), dtype=dtype)
-    counts = [len(rows) for rows in embeddings]
     if as_json:
-        return msgspec.json.encode({EMBEDDINGS: joined.float().tolist(), COUNTS: counts})
-    return save({EMBEDDINGS: joined, COUNTS: torch.tensor(counts, dtype=torch.int64)})
+        return msgspec.json.encode({EMBEDDINGS: embeddings.float().tolist(), COUNTS: counts})
+    return save({EMBEDDINGS: embeddings, COUNTS: torch.tensor(counts, dtype=torch.int64)})
