@@ -241,10 +241,9 @@ class DeviceRunner:
             "capture: lazy, need less)"
         )
 
-    @property
-    def nonfinite_items(self) -> int:
-        """Items so far that had a non-finite pixel; waits for the runs under way."""
-        return self._ring.total()
+    def nonfinite_items(self, wait: bool) -> int:
+        """Items so far that had a non-finite pixel; of runs under way only with `wait`."""
+        return self._ring.total(wait)
 
     @property
     def num_graphs(self) -> int:

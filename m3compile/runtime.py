@@ -230,10 +230,14 @@ class Encoder:
             served = self._served.counts()
         return {**stats, "ladder": self._gauge.report(served)}
 
-    def counts(self) -> dict[str, int]:
-        """The counters of `stats`, calls to nonfinite_items, at little cost. It waits too."""
+    def counts(self, wait: bool = True) -> dict[str, int]:
+        """The counters of `stats`, calls to nonfinite_items, at little cost.
+
+        Args:
+            wait: for the runs under way; else non-finite items of those come with a later count.
+        """
         with self._lock:
-            return {**self._counts, "nonfinite_items": self._runner.nonfinite_items}
+            return {**self._counts, "nonfinite_items": self._runner.nonfinite_items(wait)}
 
     def prepare_run(
         self,

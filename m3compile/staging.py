@@ -49,6 +49,10 @@ class RunSlot:
         """Flags will come; `items` has the item of every used slot."""
         self._items, self._call = items, call
 
+    def is_done(self) -> bool:
+        """Whether the run has passed."""
+        return self.done is None or self.done.query()
+
     def nonfinite_items(self) -> tuple[int, set[int]]:
         """The call, and its items that had a non-finite pixel; waits for the run. Once a run."""
         if self.done is not None:
@@ -92,9 +96,11 @@ class RunRing:
         self._next = (self._next + 1) % len(self._slots)
         self._settle(self._slots[self._next])
 
-    def total(self) -> int:
-        """The count so far; waits for the runs that are under way."""
+    def total(self, wait: bool = True) -> int:
+        """The count so far; with `wait` that of the runs under way too, else up to them."""
         for slot in (*self._slots[self._next :], *self._slots[: self._next]):
+            if not wait and not slot.is_done():
+                break
             self._settle(slot)
         return self._total
 

@@ -66,7 +66,7 @@ def test_a_failing_program_is_one_line_and_the_runner_lives() -> None:
     assert message == "the program failed while running 1 tokens on cpu: CUDA error: something"
     program.fails = False
     assert runner.run(2, [(1, 2, 2)], [torch.ones(4, 3)], 1, [0], 2).tolist() == [[4.0]]
-    assert runner.nonfinite_items == 0
+    assert runner.nonfinite_items(wait=True) == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -40,7 +40,7 @@ from m3compile.errors import (
     OperationError,
     TooLargeError,
 )
-from m3compile.integrations.ray import ingress, proxy, replica, requests
+from m3compile.integrations.ray import batching, ingress, proxy, replica, requests
 from m3compile.integrations.ray.application import make_app
 from m3compile.integrations.ray.batching import encode_jobs, make_job
 from m3compile.integrations.ray.ingress import EncoderIngress, make_api
@@ -346,6 +346,39 @@ def test_a_batch_that_fails_is_encoded_one_by_one(
     assert str(third) == "out of memory"
 
 
+@pytest.mark.parametrize("concurrent", [1, 2])
+def test_batches_under_way_at_once(monkeypatch: pytest.MonkeyPatch, concurrent: int) -> None:
+    """What waits meanwhile becomes one batch, and every job gets its own result."""
+    # All that `serve.batch` asks of a replica, for a warning.
+    told = SimpleNamespace(_deployment_config=SimpleNamespace(max_ongoing_requests=10))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: told)
+    batches: list[int] = []
+
+    async def scenario() -> list[torch.Tensor]:
+        release = asyncio.Event()
+
+        async def run(jobs: list[Any]) -> list[Any]:
+            batches.append(len(jobs))
+            await release.wait()
+            return [torch.full((1, 1), float(job.rows[0][0, 0])) for job in jobs]
+
+        batcher = batching.Batcher(run, 4096, 0.0, lambda: False, concurrent)
+        waiting = []
+        for number in range(8):
+            job = batching.Job([torch.full((4, 1), float(number))], [(1, 2, 2)], [1])
+            waiting.append(asyncio.create_task(batcher.encode(job)))
+            while len(batches) < min(number + 1, concurrent):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert batches == [1] * concurrent
+        release.set()
+        return await asyncio.gather(*waiting)
+
+    results = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert [float(result) for result in results] == list(range(8))
+    assert batches == [*[1] * concurrent, 8 - concurrent]
+
+
 # The deployment.
 
 
@@ -413,6 +446,7 @@ def test_settings_are_read_from_text_too() -> None:
         ({"artifact": "a", "replicas": "many"}, "replicas is 'many'; allowed"),
         ({"artifact": "a", "queue_limit": 0}, "queue_limit is "),
         ({"artifact": "a", "batch_wait_ms": -1}, "batch_wait_ms is "),
+        ({"artifact": "a", "concurrent_batches": 0}, "concurrent_batches is "),
         ({"artifact": "a", "timeout_s": "nan"}, "timeout_s is "),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m3compile.staging import InputStage, RunRing
+from m3compile.staging import InputStage, RunRing, RunSlot
 
 CPU = torch.device("cpu")
 SLOTS = 6
@@ -78,6 +78,34 @@ def test_an_item_of_several_runs_is_counted_once_a_call() -> None:
     assert ring.total() == 3
     # A run that failed before its flags came counts nothing.
     ring.advance()
+    assert ring.total() == 3
+
+
+class Pending:
+    """An event of a run that is under way until it is waited for."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+def test_a_count_that_does_not_wait_stops_at_the_first_run_under_way() -> None:
+    ring = RunRing(SLOTS, CPU)
+    slots = []
+    for flag in (True, True, True):
+        table = torch.zeros(SLOTS, 3, dtype=torch.int32)
+        slot = RunSlot(table, torch.full((SLOTS,), flag), Pending())  # type: ignore[arg-type]
+        slot.expect([0], len(slots))
+        slots.append(slot)
+    slots[0].done.passed = slots[2].done.passed = True
+    ring._slots = slots
+    assert ring.total(wait=False) == 1
+    assert not slots[1].done.passed
     assert ring.total() == 3
 
 

@@ -247,6 +247,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=320, help="of a measurement")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--replicas", default="1")
+    parser.add_argument("--concurrent-batches", type=int, default=1)
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--traffic", type=Path, help="a trace, as `plan` reads it")
     parser.add_argument("--traffic-clients", type=int, default=32)
@@ -268,6 +269,7 @@ def main() -> int:
     settings = {
         "artifact": str(options.artifact.absolute()),
         "replicas": options.replicas,
+        "concurrent_batches": options.concurrent_batches,
         "cpus_per_replica": cores,
         "queue_limit": max(64, 2 * options.traffic_clients),
     }

@@ -87,7 +87,12 @@ def _on_host(rows: Tensor) -> Tensor:
         return rows
     # torch keeps pinned memory for the next batch, once nothing refers to it; fresh pageable memory
     # costs a fault a page.
-    return torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows)
+    copy = torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)
+    # Not the whole stream: another batch may be on it by now.
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(rows.device))
+    copied.synchronize()
+    return copy
 
 
 def _check_finite(job: Job, embeddings: Tensor) -> Outcome:
@@ -122,6 +127,7 @@ class Batcher:
         max_tokens: of a batch; a job with more runs alone.
         wait_s: how long a batch waits where `others` says that more are being received.
         others: whether other requests are on their way to this batcher.
+        concurrent: batches that may be under way at once; the encoder is busy from there on.
     """
 
     def __init__(
@@ -130,18 +136,23 @@ class Batcher:
         max_tokens: int,
         wait_s: float,
         others: Callable[[], bool],
+        concurrent: int = 1,
     ) -> None:
         self._wait_s = wait_s
         self._others = others
+        self._num_running = 0
         self._free = asyncio.Event()
         self._free.set()
         _silence_size_warning()
 
         async def run_held(jobs: list[Job]) -> list[Outcome]:
-            self._free.clear()
+            self._num_running += 1
+            if self._num_running >= concurrent:
+                self._free.clear()
             try:
                 return await run(jobs)
             finally:
+                self._num_running -= 1
                 self._free.set()
 
         def size(jobs: list[Job]) -> int:
@@ -152,7 +163,7 @@ class Batcher:
         self._submit = serve.batch(
             max_batch_size=max_tokens,
             batch_wait_timeout_s=0.0,
-            max_concurrent_batches=1,
+            max_concurrent_batches=concurrent,
             batch_size_fn=size,
         )(run_held)
 

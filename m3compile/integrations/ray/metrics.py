@@ -59,6 +59,7 @@ class ReplicaMetrics:
         self._batch_requests.observe(requests)
         self._encode_ms.observe(1000 * seconds)
         for name, counter in self._counters.items():
-            if grown := counts[name] - self._seen[name]:
+            # Batches that end together may be told of in the other order.
+            if (grown := counts[name] - self._seen[name]) > 0:
                 counter.inc(grown)
-        self._seen = {name: counts[name] for name in self._counters}
+                self._seen[name] = counts[name]

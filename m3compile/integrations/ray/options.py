@@ -25,6 +25,8 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             with.
         max_batch_tokens: output tokens that are encoded together; None for the largest budget. A
             request with more runs alone.
+        concurrent_batches: batches under way at once. With 2 a GPU computes one while the results
+            of the one before are copied and handed on.
         batch_wait_ms: how long a batch waits for requests that are still being received.
         queue_limit: requests that a replica holds at once, those being encoded included.
         timeout_s: from a request's arrival at a replica to its answer.
@@ -40,6 +42,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     replicas: _Count | Literal["auto"] = "auto"
     cpus_per_replica: _Count = 1
     max_batch_tokens: _Count | None = None
+    concurrent_batches: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
     batch_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 2.0
     queue_limit: _Count = 64
     timeout_s: _Seconds = 30.0

@@ -44,7 +44,7 @@ class EncoderService:
         self.encoder = load(folder)
         self._metrics = ReplicaMetrics()
         self._parsers = ThreadPoolExecutor(_PARSE_THREADS, "parse")
-        self._encode_thread = ThreadPoolExecutor(1, "encode")
+        self._encode_threads = ThreadPoolExecutor(options.concurrent_batches, "encode")
         self._num_held = 0
         self._num_waiting = 0
         self._draining = False
@@ -55,16 +55,19 @@ class EncoderService:
             options.max_batch_tokens or max(self.encoder.ladder),
             options.batch_wait_ms / 1000,
             lambda: self._num_held > self._num_waiting,
+            options.concurrent_batches,
         )
 
     async def _run(self, jobs: list[Job]) -> list[Outcome]:
         def run() -> tuple[list[Outcome], float, dict[str, int]]:
             started = time.perf_counter()
             outcomes = encode_jobs(self.encoder, jobs)
-            return outcomes, time.perf_counter() - started, self.encoder.counts()
+            # Another batch may be under way, which is not to be waited for.
+            counts = self.encoder.counts(wait=False)
+            return outcomes, time.perf_counter() - started, counts
 
         loop = asyncio.get_running_loop()
-        outcomes, seconds, counts = await loop.run_in_executor(self._encode_thread, run)
+        outcomes, seconds, counts = await loop.run_in_executor(self._encode_threads, run)
         tokens = sum(sum(job.tokens) for job in jobs)
         self._metrics.encoded(tokens, len(jobs), seconds, counts)
         return outcomes
