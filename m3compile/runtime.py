@@ -221,8 +221,8 @@ class Encoder:
             given (see `LadderGauge.report`); and, if traffic is recorded, traffic (see
             `TrafficRecorder.state`).
         """
-        stats: dict[str, Any] = self.counts()
         with self._lock:
+            stats: dict[str, Any] = self._totals(wait=True)
             stats["by_budget"] = dict(self._by_budget)
             if self._recorder is not None:
                 self._recorder.flush()
@@ -237,7 +237,11 @@ class Encoder:
             wait: for the runs under way; else non-finite items of those come with a later count.
         """
         with self._lock:
-            return {**self._counts, "nonfinite_items": self._runner.nonfinite_items(wait)}
+            return self._totals(wait)
+
+    def _totals(self, wait: bool) -> dict[str, int]:
+        """See `counts`; under the lock."""
+        return {**self._counts, "nonfinite_items": self._runner.nonfinite_items(wait)}
 
     def prepare_run(
         self,

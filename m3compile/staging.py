@@ -131,8 +131,6 @@ class InputStage:
     ) -> None:  # fmt: skip
         self.pixel_values = torch.zeros((num_rows, patch_dim), dtype=dtype, device=device)
         self.segments = torch.zeros((max_segments, 3), dtype=torch.int32, device=device)
-        self._is_cuda = device.type == "cuda"
-        self._num_rows = num_rows
         self._prefixes: dict[int, Tensor] = {}
         self._written: Sequence[Segment] | None = ()
         self._pixels: PinnedRing | None = None
@@ -158,13 +156,13 @@ class InputStage:
         Returns:
             (count, patch_dim): those rows, or fresh ones where they are more than the shared.
         """
-        if count > self._num_rows:
+        if count > len(self.pixel_values):
             target = self.pixel_values.new_empty((count, self.pixel_values.shape[1]))
             # Beyond the ladder a run takes tens of milliseconds; a blocking copy hides in it.
             _gather(sources, target)
             return target
         target = self._prefix(count)
-        if self._is_cuda and not any(source.is_cuda for source in sources):
+        if target.is_cuda and not any(source.is_cuda for source in sources):
             # Through pinned memory, also from a caller's pinned tensor: the caller may write to it
             # as soon as the call returns.
             if self._pixels is None:
