@@ -159,7 +159,7 @@ def run_sources(batch: Batch, planned: PlannedRun) -> list[Tensor]:
             sources.append(rows[piece.item][start - first : end - first])
         return sources
     if len(spans) == 1 and spans[0] == (0, batch.starts[-1]):
-        # A view costs as much host time as all the rest of a small call's plan.
+        # Making a view takes time, here before a replay.
         return [rows]
     merged: list[list[int]] = []
     for start, end in spans:

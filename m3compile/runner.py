@@ -113,7 +113,7 @@ class DeviceRunner:
             slot = self._ring.slot()
             try:
                 if self._is_cuda:
-                    # Its number alone: a stream object costs as much as a launch.
+                    # Its number alone: making a stream object takes time, here before a replay.
                     stream = torch._C._cuda_getCurrentRawStream(self._device.index)
                     if stream != self._last_stream:
                         torch.cuda.current_stream().wait_event(self._last_run)

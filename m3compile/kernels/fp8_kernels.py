@@ -32,7 +32,7 @@ def _store_row(x, inside, row, values_ptr, scales_ptr, SIZE: tl.constexpr, BLOCK
     """One float32 row in e4m3, with its scale; `x` is zero outside."""
     scale = _scale_of(tl.max(_magnitude(x), 0))
     at = row.to(tl.int64) * SIZE + tl.arange(0, BLOCK)
-    # A product with the inverse: a division for every number costs as much as all the rest.
+    # One division a row: the numbers are multiplied with the inverse.
     values = x * (1.0 / scale)
     tl.store(values_ptr + at, values.to(values_ptr.dtype.element_ty), mask=inside)
     tl.store(scales_ptr + row, scale)

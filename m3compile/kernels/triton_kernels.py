@@ -260,7 +260,7 @@ def rotate_kernel(
 ):
     """A block of ROWS rows of q and k a program: rotates (P, 2 H) out of the fused (P, 3 H).
 
-    Several rows, since finding the places in a row costs more than the rotation.
+    Several rows, since the places in a row, once found, are the same in each.
     """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < 2 * SIZE
@@ -286,7 +286,7 @@ def exact_gelu(x):
     """GELU with erf, of float32: `max(x, 0) - |x| Q(|x|)`, Q being the tail of the normal.
 
     log2 of Q on [0, 9] is a polynomial, fitted for the least error of the whole, 1e-7 at most; for
-    x above -3 it is 1e-5 of the result. Without a division it takes half the instructions of the
+    x above -3 it is 1e-5 of the result. Without a division it takes fewer instructions than the
     usual approximations of erf. What is not finite stays so.
     """
     size = tl.abs(x)
